@@ -33,7 +33,7 @@ ALLOWED = {
     "optim": {"compat", "core", "repairs"},
     "checkpoint": {"compat", "core", "repairs", "packing"},
     "consistency": {"compat", "core", "repairs"},
-    "parallel": {"compat", "core", "repairs", "attention", "cluster", "environment", "rendezvous"},
+    "parallel": {"compat", "core", "repairs", "attention", "optim", "cluster", "environment", "rendezvous"},
     "parameter_server": {"compat", "core", "repairs", "parallel"},
     "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},
     "losses": {"compat", "core"},

@@ -18,7 +18,7 @@ count = strategy.num_replicas_in_sync
 rng = np.random.default_rng(0)
 x, y = rng.integers(0, 11, (50, 6)), rng.normal(size=(50, 1)).astype("float32")
 
-def make(where, stage, policy="float32", **options):
+def make(where, stage, policy="float32", kind="AdamW", **options):
     keras.utils.set_random_seed(1)
     with where.scope():
         inputs = keras.Input((6,), dtype="int32")
@@ -27,7 +27,7 @@ def make(where, stage, policy="float32", **options):
         model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
         if stage:
             model = tfgpu.parallel.shard(model, stage)
-        optimizer = keras.optimizers.AdamW(0.01, **options)
+        optimizer = getattr(keras.optimizers, kind)(0.01, **options)
         if policy == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=6)
     model.compile(optimizer, "mse", metrics=["mae"])
@@ -67,6 +67,8 @@ for name, case in cases.items():
         "sizes": [[copy.shape[0] for copy in v.value.values] for v in own],
         "expected": [[-(-int(np.prod(v.shape)) // count)] * devices for v in one.trainable_variables],
     }
+    if "kind" in case:  # another number of replicas holds each
+        found[name]["sizes"] = found[name]["expected"] = []
     if strategy.extended.should_checkpoint:
         loaded = keras.models.load_model(file)
         found[name]["file"] = apart([v.numpy() for v in loaded.optimizer.variables], wholes)
@@ -80,13 +82,18 @@ CASES = {
     "float16": {"stage": 2, "policy": "mixed_float16"},
     "bfloat16": {"stage": 3, "policy": "mixed_bfloat16"},
     "stage3": {"stage": 3, "global_clipnorm": 0.1, "use_ema": True},
+    "muon": {"stage": 2, "kind": "Muon", "global_clipnorm": 0.1, "use_ema": True},
+    "lamb waiting": {"stage": 1, "kind": "Lamb", "gradient_accumulation_steps": 3, "clipnorm": 0.1},
+    "adafactor": {"stage": 3, "kind": "Adafactor", "global_clipnorm": 0.1},
     "stage3 waiting": {"stage": 3, "gradient_accumulation_steps": 3, "clipnorm": 0.1},
 }
 
 
 @pytest.mark.parametrize(("devices", "all_reduce"), [(1, "auto"), (2, "auto"), (2, "hierarchical")])
 def test_workers_learn_what_one_device_learns(together, tmp_path, devices, all_reduce):
-    cases = CASES if devices == 1 else {name: CASES[name] for name in ("stage2", "waiting", "stage3")}
+    cases = (
+        CASES if devices == 1 else {name: CASES[name] for name in ("stage2", "waiting", "stage3", "muon", "adafactor")}
+    )
     answers = together(SCRIPT.replace("CASES", repr(cases)), {"worker": 2}, tmp_path, devices, all_reduce, timeout=800)
     assert len(answers) == 2
     for answer in answers.values():

@@ -8,7 +8,6 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.callbacks import Checkpoint
 from tfgpu.errors import InputError
-from tfgpu.parallel import shard
 from tfgpu.training import schedules
 from tfgpu.training.optimizers import LARS
 
@@ -106,15 +105,6 @@ def test_two_replicas_are_one_device_after_twenty_steps(name):
     # Half precision rounds a sum of rows as they lie on the replicas.
     most = 2e-3 if name == "float16" else 1e-6
     assert max(np.abs(a - b).max() for a, b in zip(one, two, strict=True)) <= most
-
-
-def test_pieces_of_variables_are_refused():
-    strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = shard(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]), stage=1)
-        model.compile(LARS(0.1), "mse")
-        with pytest.raises(InputError, match="LARS (looks at each variable|cannot be sharded)"):
-            model.optimizer.build(model.trainable_variables)
 
 
 def test_a_file_and_a_checkpoint_bring_it_back(tmp_path):

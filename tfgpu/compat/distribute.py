@@ -11,7 +11,7 @@ from tensorflow.python.distribute.values import DistributedVariable, Mirrored, P
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
-from tensorflow.python.ops import collective_ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
 
@@ -243,6 +243,19 @@ def _value_or_placeholder(optional: tf.experimental.Optional) -> object:
 def regroup(copies, wrap_class: type = PerReplica):
     """The replicas' structures as one structure of distributed values."""
     return distribute_utils.regroup(copies, wrap_class=wrap_class)
+
+
+def plain_variable(value: object, device: str, name: str) -> tf.Variable:
+    """A variable on one device, which is not trained; whatever the scope, no strategy makes copies of it."""
+    with tf.init_scope(), tf.device(device):
+        return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
+
+
+def with_copies(
+    like: tf.distribute.DistributedValues, copies: Sequence[tf.Variable]
+) -> tf.distribute.DistributedValues:
+    """A variable of the same strategy, with these copies on the replicas of this process, which may differ in shape."""
+    return type(like)(like._distribute_strategy, tuple(copies), like._aggregation)
 
 
 def select(values: object, replica: int):

@@ -1,11 +1,12 @@
 """What a Keras optimizer holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import keras
 import tensorflow as tf
 
-from tfgpu.compat.keras import BaseOptimizer
+from tfgpu.compat.keras import BaseOptimizer, MultiOptimizer
 
 
 def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -41,6 +42,11 @@ def accumulators(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Var
 def index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
     """Which of the trained variables one is."""
     return optimizer._get_variable_index(variable)
+
+
+def key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable) -> str:
+    """By what an optimizer knows a variable, or a replica's copy of it."""
+    return optimizer._var_key(variable)
 
 
 def knows(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
@@ -128,3 +134,55 @@ def copy_decay_exclusions(
     for before, after in pairs:
         if old._var_key(before) in excluded:
             new._exclude_from_weight_decay.add(new._var_key(after))
+
+
+def uses_adamw(optimizer: keras.optimizers.Muon, variable: keras.Variable) -> bool:
+    """Whether Muon updates a variable as AdamW does, number by number: all but matrices, and what is excluded."""
+    return optimizer._should_use_adamw(variable)
+
+
+def within(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers to which a `MultiOptimizer` deals variables; any other one itself."""
+    return list(optimizer.optimizers) if isinstance(optimizer, MultiOptimizer) else [optimizer]
+
+
+@contextmanager
+def choosing(optimizer: MultiOptimizer, choose: Callable) -> Iterator[None]:
+    """Inside the block, a `MultiOptimizer` asks `choose(variable)` for the optimizer of a variable."""
+    stock = optimizer._optimizer_map
+    vars(optimizer)["_optimizer_map"] = choose
+    try:
+        yield
+    finally:
+        vars(optimizer)["_optimizer_map"] = stock
+
+
+def choice_of(optimizer: MultiOptimizer, variable: keras.Variable) -> keras.optimizers.Optimizer:
+    """The optimizer that a `MultiOptimizer` gives a variable; a function of the user's may make a new one per call."""
+    return optimizer._optimizer_map(variable)
+
+
+@contextmanager
+def handling(optimizer: keras.optimizers.Optimizer, is_wanted: Callable[[keras.Variable], bool]) -> Iterator[None]:
+    """Inside the block, a built optimizer updates and averages only some of its variables."""
+    own, wanted = vars(optimizer), list(map(is_wanted, optimizer._trainable_variables))
+
+    def kept(found: list) -> list:
+        return [each for each, want in zip(found, wanted, strict=True) if want]
+
+    changed = {"_trainable_variables": kept(optimizer._trainable_variables)}
+    if optimizer.use_ema:
+        changed["_model_variables_moving_average"] = kept(optimizer._model_variables_moving_average)
+    if optimizer.gradient_accumulation_steps:
+        sums = zip(optimizer._accumulated_gradients, wanted, strict=True)
+        changed["_accumulated_gradients"] = [total if want else None for total, want in sums]
+    if isinstance(optimizer, MultiOptimizer):
+        known = {optimizer._var_key(each) for each in changed["_trainable_variables"]}
+        indices = optimizer._trainable_variables_indices
+        changed["_trainable_variables_indices"] = {key: at for key, at in indices.items() if key in known}
+    before = {name: own[name] for name in changed}
+    own.update(changed)
+    try:
+        yield
+    finally:
+        own.update(before)

@@ -26,6 +26,16 @@ def set_held(variable: keras.Variable, value: tf.Variable | None) -> None:
     variable._value = value
 
 
+def set_storage_dtype(variable: keras.Variable, dtype: str) -> None:
+    """Sets the dtype that a Keras variable says it is kept in."""
+    variable._dtype = dtype
+
+
+def set_shape(variable: keras.Variable, shape: Sequence[int]) -> None:
+    """Sets the shape that a Keras variable says it has."""
+    variable._shape = tuple(shape)
+
+
 @contextmanager
 def shaped_as(variable: keras.Variable, shape: Sequence[int]) -> Iterator[None]:
     """Inside the block a Keras variable says that it has another shape."""

@@ -74,10 +74,7 @@ class ParameterGroups(optimizers.WeightDecayHook):
                 _decaying.reset(before)
 
     def get_config(self):
-        plain = {"class_name": self.kind.__name__, "module": self.kind.__module__}
-        plain["registered_name"] = keras.saving.get_registered_name(self.kind)
-        if self.kind.__module__.startswith("keras."):
-            plain = {"class_name": self.kind.__name__, "module": "keras.optimizers", "registered_name": None}
+        plain = plain_class(self.kind)
         saved = (
             list(map(list, zip(self._paths, self._factor_at, strict=True))) if self.built else list(self.saved_factors)
         )
@@ -91,6 +88,14 @@ class ParameterGroups(optimizers.WeightDecayHook):
         made = _with_factors(type(stock), config, factors)
         made.saved_factors = [(path, factor) for path, factor in saved]
         return made
+
+
+def plain_class(kind: type) -> dict:
+    """How Keras's files name a class."""
+    if kind.__module__.startswith("keras."):
+        return {"class_name": kind.__name__, "module": "keras.optimizers", "registered_name": None}
+    name = keras.saving.get_registered_name(kind)
+    return {"class_name": kind.__name__, "module": kind.__module__, "registered_name": name}
 
 
 keras.saving.register_keras_serializable("tfgpu", "Discriminative")(
@@ -205,8 +210,8 @@ def copy_common_state(old, new) -> None:
 
     Both are of one kind. What is not a slot: iterations, learning rate, loss scale.
     """
-    slots_old, rest_old = _slots(old)
-    slots_new, rest_new = _slots(new)
+    slots_old, rest_old = slots_by_variable(old)
+    slots_new, rest_new = slots_by_variable(new)
     for key, slots in slots_new.items():
         for before, after in zip(slots_old.get(key, ()), slots, strict=key in slots_old):
             after.assign(before.numpy())
@@ -215,7 +220,7 @@ def copy_common_state(old, new) -> None:
             after.assign(before.numpy())
 
 
-def _slots(optimizer) -> tuple[dict, list]:
+def slots_by_variable(optimizer) -> tuple[dict, list]:
     """The slots by the id of their variable, in order, and the variables that are not slots.
 
     `optimizer.variables` does not tell which slot belongs to which variable: some optimizers create slots list by list,

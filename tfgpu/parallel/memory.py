@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core.state import sharded_variable
 from tfgpu.parallel import device_placement
+from tfgpu.parallel.zero import dealing
 
 
 def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
@@ -28,9 +28,7 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
     groups = {
         "weights": model.variables,
         "optimizer": optimizer.variables if optimizer is not None else [],
-        "pieces": [
-            sharded_variable.shard_of(v) for v in model.trainable_variables if sharded_variable.shard_of(v) is not v
-        ],
+        "pieces": [dealing.target_of(v) for v in model.trainable_variables if dealing.target_of(v) is not v],
     }
     metrics = {id(variable) for variable in model.metrics_variables}
     found: dict[str, dict[str, int]] = {}

@@ -15,7 +15,7 @@ from tfgpu.core import collectives, replication, step_context
 from tfgpu.core.state.sharded_variable import has_shards, shard_info
 
 _factors = step_context.Slot("shard_clipping.factors")
-"""What each gradient is multiplied by, in their order."""
+"""By the id of the optimizer: what each gradient is multiplied by, in their order."""
 
 
 def install() -> None:
@@ -23,14 +23,14 @@ def install() -> None:
 
     @wrap("BaseOptimizer.backend_apply_gradients")
     def apply_gradients(stock, self, grads, trainable_variables):
-        if _factors.get() is not None or not self.clipnorm or not has_shards(trainable_variables):
+        if _factors_of(self) is not None or not self.clipnorm or not has_shards(trainable_variables):
             return stock(self, grads, trainable_variables)
         with full_norm_clipping(self, grads, trainable_variables):
             return stock(self, grads, trainable_variables)
 
     @wrap("BaseOptimizer.clip_gradients")
     def clip_gradients(stock, self, grads):
-        factors = _factors.get()
+        factors = _factors_of(self)
         if factors is None:
             return stock(self, grads)
         if self.global_clipnorm:  # Keras makes tensors of slices there
@@ -38,8 +38,14 @@ def install() -> None:
         return [_scaled(gradient, factor) for gradient, factor in zip(grads, factors, strict=True)]
 
 
+def _factors_of(optimizer) -> list | None:
+    return (_factors.get() or {}).get(id(optimizer))
+
+
 @contextlib.contextmanager
-def full_norm_clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.0) -> Iterator[None]:
+def full_norm_clipping(
+    optimizer, grads: Sequence, variables: Sequence, scale=1.0, counted: Sequence[bool] | None = None
+) -> Iterator[None]:
     """In the block, the optimizer clips the gradients of shards by the norms of the full variables.
 
     The norms are computed before the block, outside the conditions of accumulation and float16, where replicas could
@@ -47,28 +53,34 @@ def full_norm_clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.
 
     Args:
         optimizer: not a `LossScaleOptimizer`, but the optimizer within it; built.
-        grads: none is None.
+        grads: None for one that another replica has, and which is not clipped here.
         variables: one for each gradient; shards or not.
         scale: what the gradients will be divided by before they are clipped.
+        counted: which gradients count for the sums over replicas, as others hold some of them too; None counts all.
     """
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         yield
         return
-    squares = _squared_norms(optimizer, grads, variables, scale)
+    squares = _squared_norms(optimizer, grads, variables, scale, counted or [True] * len(grads))
     if optimizer.clipnorm:
         norms = {key: tf.sqrt(value) for key, value in squares.items()}
         factors = {key: optimizer.clipnorm / tf.maximum(norm, optimizer.clipnorm) for key, norm in norms.items()}
     else:
         norm, most = tf.sqrt(tf.add_n(list(squares.values()))), optimizer.global_clipnorm
         factors = dict.fromkeys(squares, most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm))
-    with _factors.set_to([factors[_outermost(variable)] for variable in variables]):
+    pairs = zip(grads, variables, strict=True)
+    own = [factors[_outermost(variable)] for gradient, variable in pairs if gradient is not None]
+    with _factors.set_to({**(_factors.get() or {}), id(optimizer): own}):
         yield
 
 
-def _squared_norms(optimizer, grads: Sequence, variables: Sequence, scale) -> dict:
+def _squared_norms(optimizer, grads: Sequence, variables: Sequence, scale, counted: Sequence[bool]) -> dict:
     """The squared norm of each gradient that will be clipped, summed over the shards of a variable."""
     squares: dict = {}
-    for gradient, variable in zip(grads, variables, strict=True):
+    for gradient, variable, counts in zip(grads, variables, counted, strict=True):
+        if gradient is None or not counts:
+            squares.setdefault(_outermost(variable), []).append(tf.zeros([], variable.dtype))
+            continue
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         values = values / tf.cast(scale, values.dtype)
         if optimizer.gradient_accumulation_steps:

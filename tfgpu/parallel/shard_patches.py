@@ -1,6 +1,7 @@
 """Makes Keras read, write, save and update shards as the one variable that they make.
 
-An optimizer whose update depends on the whole variable would see its shards, so it is refused.
+An optimizer whose update depends on the whole variable would see its shards. On shards along an axis it is refused; for
+shards over replicas see `zero/dealing.py`.
 """
 
 import functools
@@ -61,6 +62,11 @@ def check_optimizer(optimizer) -> None:
             f"{type(optimizer).__name__} looks at each variable as a whole, and here a variable is sharded. Use an "
             "optimizer that works element by element (Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
         )
+
+
+def is_along_axis(info: ShardInfo | None) -> bool:
+    """Whether a shard is part of a variable that is cut along an axis."""
+    return info is not None and (not info.sharding.over_replicas or is_along_axis(info.outer))
 
 
 @functools.cache
@@ -176,6 +182,6 @@ def _merge_in_optimizers() -> None:
 
     @wrap("BaseOptimizer.build")
     def build(stock, self, variables):
-        if has_shards(variables):
+        if any(is_along_axis(shard_info(variable)) for variable in variables):
             check_optimizer(self)
         stock(self, variables)

@@ -11,7 +11,7 @@ Every worker computes the whole layout, from shapes alone, and copies its own st
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,18 +97,26 @@ def as_stored(name: str, array: np.ndarray) -> Stored:
     return Stored(name, array.shape, array.dtype, (array,))
 
 
-def copy(model, *, metrics: bool = False, instead: Mapping[str, np.ndarray] | None = None) -> StateParts:
+def copy(
+    model,
+    *,
+    metrics: bool = False,
+    instead: Mapping[str, np.ndarray] | None = None,
+    without: Collection[str] = (),
+) -> StateParts:
     """Copies this worker's part of the state as it is now, after `settle`; on several workers, each must call it.
 
     Args:
         model: the compiled and built model.
         metrics: whether to include the metrics, as in the middle of an epoch.
         instead: arrays to save in place of the state's of the same names; the same on all workers.
+        without: the names of arrays that are left out.
     """
     training_state.settle(model)
     layout = _Layout(model.distribute_strategy)
     for name, source in {**training_state.sources(model, metrics=metrics), **(instead or {})}.items():
-        layout.add(name, source)
+        if name not in without:
+            layout.add(name, source)
     return layout.copied(model)
 
 
@@ -135,6 +143,8 @@ class _Layout:
             self._axes[name] = source.sharding.axis
             for at, shard in enumerate(source.shards):
                 self.add(f"{name}~{at}", shard)
+        elif isinstance(source, ShardedVariable) and source.sharding.holder is not None:
+            self._add_copy(name, tuple(source.shape), held(source.shards[0]).values, source.sharding.holder)
         elif isinstance(source, ShardedVariable) and source.sharding.over_replicas:
             self._add_copies(name, tuple(source.shape), held(source.shards[0]).values)
         elif not isinstance(source, np.ndarray) and training_state.differs_by_replica(source):
@@ -158,6 +168,13 @@ class _Layout:
             if begin < end:
                 found.append(_Stretch(worker, begin, end, source))
         self._arrays.append(_Array(name, shape, _bits_dtype(copies[0]), tuple(found)))
+
+    def _add_copy(self, name: str, shape: tuple[int, ...], copies: Sequence[tf.Variable], replica: int) -> None:
+        """An array that one replica has."""
+        worker = replica // len(copies)
+        source = copies[replica % len(copies)] if worker == self._rank else None
+        stretch = _Stretch(worker, 0, math.prod(shape), source)
+        self._arrays.append(_Array(name, shape, _bits_dtype(copies[0]), (stretch,)))
 
     def copied(self, model) -> StateParts:
         arrays, cut = list(self._dealt()), {}

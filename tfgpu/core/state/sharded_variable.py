@@ -23,6 +23,8 @@ class Sharding(Protocol):
 
     over_replicas: bool
     """Each replica holds its own piece, so sums over the shards must be summed over replicas as well."""
+    holder: int | None
+    """The replica that alone holds the full variable, or None."""
 
     def shape(self, shards: Sequence) -> tuple[int, ...]:
         """The shape of the full variable."""
@@ -62,6 +64,7 @@ class AxisSharding:
 
     axis: int
     over_replicas = False
+    holder = None
 
     def shape(self, shards: Sequence) -> tuple[int, ...]:
         sizes = list(shards[0].shape)

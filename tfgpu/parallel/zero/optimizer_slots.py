@@ -1,19 +1,23 @@
 """Optimizers that are built on shards: their slots start, are averaged and are swapped as those of one device."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
+import keras
 import numpy as np
 
-from tfgpu.compat import optimizers, slots, variables
-from tfgpu.compat.keras import BaseOptimizer
+from tfgpu.compat import optimizers, variables
+from tfgpu.compat.keras import BaseOptimizer, MultiOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, replication, step_context
+from tfgpu.core import extensions, step_context
 from tfgpu.core.state import sharded_variable
-from tfgpu.core.state.sharded_variable import full_variable, shard_of
-from tfgpu.errors import InputError
-from tfgpu.parallel.zero import elementwise, update
+from tfgpu.core.state.sharded_variable import full_variable
+from tfgpu.parallel.zero import dealing, optimizer_build, update
+from tfgpu.parallel.zero.dealing import target_of
 from tfgpu.parallel.zero.sharding import is_fully_sharded, is_sharded, state_of
+
+_building = step_context.Slot("zero.building")
+"""Whether an optimizer is being built on shards."""
 
 
 @functools.cache
@@ -24,9 +28,41 @@ def install() -> None:
     _build_on_shards_everywhere()
     _average_full_variables()
 
+    _make_slots_of_dealt_variables()
+    if MultiOptimizer.__module__.startswith("keras."):
+        _name_shards_to_multi_optimizers()
+
     @wrap("BaseOptimizer.use_weight_decay")
     def use_weight_decay(stock, self, variable):
         return stock(self, full_variable(variable))
+
+
+def _make_slots_of_dealt_variables() -> None:
+    @wrap("BaseOptimizer.add_variable_from_reference")
+    def add_variable(stock, self, reference_variable, name=None, initializer="zeros"):
+        if not dealing.is_dealt(reference_variable):
+            return stock(self, reference_variable, name=name, initializer=initializer)
+        with variables.shaped_as(reference_variable, (1,)):  # so that no replica but the owner takes memory for it
+            made = stock(self, reference_variable, name=name, initializer="zeros")
+        value = keras.initializers.get(initializer)(reference_variable.shape, reference_variable.dtype)
+        dealing.make_slot(made, reference_variable, name or "var", np.asarray(value))
+        return made
+
+
+def _name_shards_to_multi_optimizers() -> None:
+    """A `MultiOptimizer` looks up whose each variable is before its optimizers see it."""
+
+    @wrap(MultiOptimizer, "apply")
+    def apply(stock, self, grads, trainable_variables=None):
+        if trainable_variables is not None and any(map(is_sharded, trainable_variables)):
+            if not self.built:
+                self.build(list(trainable_variables))
+            trainable_variables = [target_of(variable) for variable in trainable_variables]
+        return stock(self, grads, trainable_variables)
+
+    @wrap(MultiOptimizer, "finalize_variable_values")
+    def finalize(stock, self, var_list):
+        return stock(self, [target_of(variable) for variable in var_list])
 
 
 def _build_on_shards_everywhere() -> None:
@@ -51,79 +87,15 @@ def _build_on_shards(cls: type) -> None:
 
     @wrap(cls, "build")
     def build(stock, self, variables):
-        shards = [shard_of(variable) for variable in variables]
-        if not any(map(is_sharded, shards)):
-            return stock(self, shards)
-        is_outermost = not slots.get(self, "is_elementwise", False)
-        if is_outermost:
-            check_optimizer(self, shards)
-            _outside_replicas(shards, lambda: _fill(shards))
-        stock(self, shards)
-        optimizers.show_to_checkpoints(self, [state_of(shard).variable for shard in shards])
-        if is_outermost:
-            _outside_replicas(shards, lambda: _fill_slots(self, shards))
-
-
-def _outside_replicas(shards: Sequence, run: Callable) -> None:
-    """Runs something as if outside any step."""
-    if replication.replica_context() is None:
-        run()
-    else:
-        replication.run_cross_replica(variables.held(shards[0]).distribute_strategy, run)
-
-
-def _fill(shards: Sequence) -> None:
-    """Gives the shards the values of the variables."""
-    for shard in shards:
-        if not is_fully_sharded(shard):
-            value = variables.held(full_variable(shard)).numpy()
-            sharded_variable.ShardedVariable([shard]).assign(value)
-
-
-def _fill_slots(optimizer, shards: Sequence) -> None:
-    """Gives slots that start with the variable's values each replica's own piece: all copies have the first one's."""
-    shard_by_key = {sharded_variable.shard_info(shard).of: shard for shard in shards}
-    for slot in optimizer.variables:
-        info = sharded_variable.shard_info(slot)
-        shard = shard_by_key.get(info.of[:-1]) if info is not None else None
-        if shard is None:
-            continue
-        copies, pieces = variables.held(slot).values, variables.held(shard).values
-        values = copies[0].numpy()
-        if values.dtype.kind == "V" or not values.any():
-            continue
-        if not np.array_equal(values, pieces[0].numpy()):
-            if (values == values[0]).all():
-                continue
-            raise InputError(
-                f"{type(optimizer).__name__} starts {slot.path!r} with numbers that differ within the variable, which "
-                "pieces would mix up. Use an optimizer whose slots start with a constant or with the weights."
-            )
-        for copy, piece in zip(copies, pieces, strict=True):
-            copy.assign(piece)
-
-
-def check_optimizer(optimizer, shards: Sequence) -> None:
-    """Refuses an optimizer that cannot work on pieces.
-
-    Raises:
-        InputError: some of the variables have no shard, or the optimizer does not work element by element.
-    """
-    left = [variable.path for variable in shards if not is_sharded(variable)]
-    if left:
-        raise InputError(
-            f"The variable {left[0]!r} was made after `parallel.shard`, so the optimizer would have sharded variables "
-            "and others. Build all variables first, then call `parallel.shard`, then `compile`."
-        )
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    reason = elementwise.why_not_elementwise(inner)
-    if reason:
-        raise InputError(
-            f"{type(inner).__name__} cannot be sharded: {reason} Use an optimizer that works element by element "
-            "(Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
-        )
-    for each in (optimizer, inner):
-        slots.of(each).is_elementwise = True
+        targets = [target_of(variable) for variable in variables]
+        if not any(map(is_sharded, targets)):
+            return stock(self, targets)
+        if _building.get():  # an optimizer within another, or the class's own base
+            stock(self, targets)
+            optimizers.show_to_checkpoints(self, [state_of(target).variable for target in targets])
+            return None
+        with _building.set_to(True):
+            return optimizer_build.build(self, targets, functools.partial(stock, self))
 
 
 def _average_full_variables() -> None:
@@ -156,5 +128,7 @@ def _average_full_variables() -> None:
 def _averages(optimizer) -> Iterator[tuple]:
     """Each full variable with its full average."""
     for shard, average in zip(optimizers.trained(optimizer), optimizers.averages(optimizer), strict=True):
-        full = sharded_variable.ShardedVariable([shard]) if is_fully_sharded(shard) else full_variable(shard)
+        full = full_variable(shard)
+        if is_fully_sharded(full):
+            full = sharded_variable.ShardedVariable([full])
         yield full, sharded_variable.ShardedVariable([average])

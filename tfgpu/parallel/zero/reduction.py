@@ -7,24 +7,39 @@ import tensorflow as tf
 
 from tfgpu.core import collectives, replication
 from tfgpu.core.state.sharded_variable import shard_of
-from tfgpu.parallel.zero import shard_collectives
+from tfgpu.parallel.zero import dealing, owner_exchange, shard_collectives
 from tfgpu.parallel.zero.sharding import device_of, full_shape, is_fully_sharded, state_of
 
 
 def reduce_gradients(optimizer, grads: list, variables: Sequence) -> list:
-    """This replica's pieces of the sums of gradients over all replicas; None stays None.
+    """What this replica needs of the sums of gradients over all replicas: pieces, and the whole of what it owns.
 
     Args:
-        optimizer: not a `LossScaleOptimizer`, but the optimizer within it.
+        optimizer: not a `LossScaleOptimizer`, but the optimizer within it; built.
         grads: this replica's parts, of the shapes of the variables: tensors or IndexedSlices.
         variables: sharded.
+
+    Returns:
+        None where there is no gradient, and where the variable is dealt to other replicas.
     """
     shards, found = [shard_of(variable) for variable in variables], list(grads)
     if optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor is not None:  # Keras makes tensors, too
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
-    if all(map(is_fully_sharded, shards)):
-        return found
-    return reduce_pieces(found, shards, scatter=state_of(shards[0]).config.stage > 1)
+    targets = [dealing.target_of(variable) for variable in variables]
+    dealt = [at for at, g in enumerate(found) if g is not None and dealing.is_dealt(targets[at])]
+    given, owned = [found[at] for at in dealt], [targets[at] for at in dealt]
+    for at in dealt:
+        found[at] = None
+    has_pieces, scatter = is_fully_sharded(shards[0]), state_of(shards[0]).config.stage > 1
+    if not has_pieces:
+        found = reduce_pieces(found, shards, scatter)
+    if dealt and has_pieces:
+        wholes = owner_exchange.pieces_to_owners(given, owned)
+    else:
+        wholes = owner_exchange.sum_at_owners(given, owned, scatter=scatter) if dealt else []
+    for at, whole in zip(dealt, wholes, strict=True):
+        found[at] = whole
+    return found
 
 
 def reduce_pieces(grads: list, shards: Sequence, scatter: bool) -> list:

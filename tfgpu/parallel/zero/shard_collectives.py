@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather among replicas.
+"""Reduce-scatter, all-gather and all-to-all among replicas.
 
 In one process, a replica reads what the others have computed, on its own device. On several workers, TensorFlow's
 collectives are used. It has a reduce-scatter only for NCCL, and an all-to-all that is right for all but NCCL; without
@@ -79,6 +79,35 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
             return in_order(found, np.argsort(_replicas_by_rank(strategy)))
 
 
+def all_to_all(rows: tf.Tensor, device: str) -> tf.Tensor:
+    """The rows that all replicas have for this one, [replicas, ...], in their order.
+
+    Args:
+        rows: this replica's rows for each, [replicas, ...], of the same static shape on all replicas.
+        device: the device on which this replica needs them.
+    """
+    context = replication.replica_context()
+    strategy = context.strategy
+    if context.num_replicas_in_sync == 1:
+        return rows
+    with step_context.outside_xla():
+        if not replication.spans_processes(strategy):
+            traffic.note([rows])
+            with tf.device(device):
+                place = tf.zeros([])  # its device says where
+            return context.merge_call(_exchange_rows, args=(rows, place))
+        if tf.executing_eagerly():
+            return collectives.all_reduce([travel.at_own_place(rows)])[0][:, replica_id()]
+        with tf.device(device):
+            ranks = _replicas_by_rank(strategy)
+            if distribute.asks_for_nccl(strategy) and not replication.is_on_host(strategy):
+                return in_order(collectives.all_gather(rows), np.argsort(ranks))[:, replica_id()]
+            traffic.note([rows])
+            options, bits = collectives.communication_options(strategy), travel.to_carrier(in_order(rows, ranks))
+            found = distribute.all_to_all(bits, _local_replica(), options)
+            return in_order(tf.bitcast(tf.ensure_shape(found, bits.shape), rows.dtype), np.argsort(ranks))
+
+
 def in_order(rows: tf.Tensor, order: list[int] | np.ndarray) -> tf.Tensor:
     """The rows in an order."""
     return rows if np.array_equal(order, range(len(order))) else tf.gather(rows, order)
@@ -108,6 +137,18 @@ def _sum_rows(strategy, column):
 def _stack_rows(strategy, column, places):
     rows, found = strategy.experimental_local_results(column), []
     for place in strategy.experimental_local_results(places):
+        with tf.device(place.device):
+            found.append(tf.stack(rows))
+    return distribute.regroup(tuple(found))
+
+
+def _exchange_rows(strategy, column, places):
+    tables, found = strategy.experimental_local_results(column), []
+    for at, place in enumerate(strategy.experimental_local_results(places)):
+        rows = []
+        for table in tables:
+            with tf.device(table.device):  # so that only the row is sent
+                rows.append(table[at])
         with tf.device(place.device):
             found.append(tf.stack(rows))
     return distribute.regroup(tuple(found))

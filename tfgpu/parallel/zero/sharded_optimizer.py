@@ -20,8 +20,9 @@ def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras
     """Makes each replica keep and update its own piece of every variable. Call it before `compile`.
 
     Of N replicas, each holds 1/N of the optimizer's slots, of the averages of `use_ema`, and of accumulated gradients.
-    Training gives what one device gives; `.keras` files and checkpoints are one device's, and load on any number of
-    replicas.
+    An optimizer that looks at whole variables (Adafactor, Lamb, Muon, perhaps one of your own) has them dealt whole to
+    replicas that own them. Training gives what one device gives; `.keras` files and checkpoints are one device's, and
+    load on any number of replicas.
 
     Args:
         model: made in the scope of `mirrored` or `multi_worker`, and built; or one of `parallel.place` or
@@ -37,7 +38,8 @@ def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras
 
     Raises:
         InputError: the model has no replicas, is not built, is compiled or sharded already, or trains in a way that
-            does not work on pieces. When the optimizer is built: it does not work element by element.
+            does not work on pieces. When the optimizer is built: it looks at whole variables, of which some are cut
+            along an axis of the mesh.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (https://arxiv.org/abs/1910.02054).

@@ -10,7 +10,8 @@ built on the shards and applied to them, unchanged. Around it, in each step:
 4. Keras unscales, accumulates, clips, decays, updates and averages the pieces;
 5. the new pieces are gathered into the variable on every replica (`update.py`).
 
-In stage 3 the shards are the model's variables, and steps 1, 2 and 5 fall away: see `gathered_variable.py`.
+In stage 3 the shards are the model's variables, and steps 1, 2 and 5 fall away: see `gathered_variable.py`. An
+optimizer that must see whole variables is built on dealt shards in place of the flat ones: see `dealing.py`.
 
 In files, checkpoints and `get_weights` the slots are those of one device: the slots of shards are shards as well
 (`sharded_variable.py`).
@@ -40,6 +41,7 @@ class FlatSharding:
 
     sizes: tuple[int, ...]
     over_replicas = True
+    holder = None
 
     def shape(self, shards: Sequence) -> tuple[int, ...]:
         return self.sizes
