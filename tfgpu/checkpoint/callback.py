@@ -15,6 +15,7 @@ from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.callback_state import CallbackStates
 from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch, load
+from tfgpu.checkpoint.frozen_base import FrozenBase
 from tfgpu.checkpoint.parts_writer import Agreement, PartsWriter
 from tfgpu.checkpoint.preemption import Preemption
 from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress, plain_logs
@@ -51,6 +52,7 @@ class Checkpoint(keras.callbacks.Callback):
         is_chief: whether this worker decides what a checkpoint is; None asks the strategy. Without any such worker
             nothing is written.
         writer: writes the files; may be shared. By default the callback creates one.
+        only: `"lora"` leaves out the frozen base of a model with LoRA, which must be in the model when `fit` resumes.
         remember: further state, by name: objects with `state()`, which returns copies of plain values and arrays, and
             `put(state, model)`, such as `Replay` and `ElasticWeights`. For several `fit`s in a row, see
             `tfgpu.callbacks.Tasks`.
@@ -94,6 +96,7 @@ class Checkpoint(keras.callbacks.Callback):
         is_chief: bool | None = None,
         writer: Writer | None = None,
         remember: Mapping[str, Any] | None = None,
+        only: str | None = None,
     ):
         super().__init__()
         _check_count("keep", keep)
@@ -104,7 +107,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._directory = Path(directory)
         self._keep, self._every, self._best = keep, every_steps, Best(best, mode)
         self._resumes, self._leave_on, self._is_chief = resume, tuple(leave_on), is_chief
-        self._data, self._extra_state = data, ExtraState(remember)
+        self._data, self._extra_state, self._base = data, ExtraState(remember), FrozenBase(only)
         self._writer = writer or Writer(most=1)
         self._preemption: Preemption | None = None
         self._progress = RunProgress()
@@ -165,6 +168,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._progress.first = self._saved = None
         self._source = data_position.source_of(self.model)
         self._seeker = DataSeeker(self._data, self._source)
+        self._base.begin(self.model)
         traced = self.model.train_function
         if self._read is None and self._resumes:
             self._load(self.model)
@@ -270,7 +274,7 @@ class Checkpoint(keras.callbacks.Callback):
         if not self._disks.writes:
             training_state.settle(self.model)
             return
-        saved = parts.copy(self.model, metrics=metrics, instead=draws)
+        saved = parts.copy(self.model, metrics=metrics, instead=draws, without=self._base.names)
         path, strategy = self._directory / position.name, self.model.distribute_strategy
         agreed = Agreement(is_open=self._disks.count == 1)
 
@@ -289,6 +293,7 @@ class Checkpoint(keras.callbacks.Callback):
             "random_at_epoch": self._random,
             "paths": training_state.paths(self.model),
             **self._extra_state.take(),
+            **self._base.facts(),
         }
 
     def _prune(self, path: Path, position: Position) -> None:

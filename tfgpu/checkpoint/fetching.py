@@ -18,7 +18,7 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from tfgpu.checkpoint import data_position, storage, streamed, transfer
+from tfgpu.checkpoint import data_position, frozen_base, storage, streamed, transfer
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.manifest import FACTS, Manifest, parse
 from tfgpu.checkpoint.storage import Damaged, Snapshot
@@ -69,7 +69,8 @@ def load(read: Snapshot, model: keras.Model) -> None:
     """
     data_position.build(model)
     arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
-    training_state.restore_state(model, arrays, str(read.position.directory))
+    source = str(read.position.directory)
+    training_state.restore_state(model, arrays, source, absent=frozen_base.check(read.memory, model, source))
 
 
 def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], what: str) -> _Result:

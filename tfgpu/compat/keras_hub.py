@@ -3,12 +3,15 @@
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import keras
 import numpy as np
+
+from tfgpu.compat.keras import StatelessScope
+from tfgpu.compat.layers import KernelOf, named_kernels
 
 _TRANSFORMERS = "keras_hub.src.utils.transformers"
 
@@ -36,6 +39,44 @@ def converter_of(model: keras.Model, config: Path) -> tuple[keras.Model, ModuleT
     except (ValueError, KeyError):
         return None
     return (backbone, converter) if isinstance(backbone, converter.backbone_cls) else None
+
+
+def names_of(
+    backbone: keras.Model,
+    converter: ModuleType,
+    config: Path,
+    arrays: Mapping,
+    kernels: Sequence[KernelOf],
+    others: Sequence[keras.Variable],
+) -> list[tuple[KernelOf | keras.Variable, str, Callable | None]]:
+    """What a folder of Hugging Face calls the kernels of some layers and some other variables.
+
+    Args:
+        backbone, converter: of `converter_of`.
+        config: the folder's `config.json`.
+        arrays: by their name in the folder's files.
+        kernels: of layers within the backbone.
+        others: variables within the backbone.
+
+    Returns:
+        For each that KerasHub's converter names: the kernel or variable, the array's name, and what makes the array its
+        value (takes the array and the shape), or None.
+    """
+    stock = importlib.import_module(f"{_TRANSFORMERS}.safetensor_utils").SafetensorLoader
+    found, wanted = [], {id(each) for each in others}
+
+    class Loader(stock):
+        def get_tensor(self, hf_weight_key):
+            return np.asarray(arrays[self.get_prefixed_key(hf_weight_key, arrays)])
+
+        def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
+            if isinstance(keras_variable, KernelOf) or id(keras_variable) in wanted:
+                found.append((keras_variable, self.get_prefixed_key(hf_weight_key, arrays), hook_fn))
+
+    # In the scope nothing is assigned: some converters assign parts of arrays by themselves.
+    with Loader(str(config.parent)) as loader, StatelessScope(), named_kernels(kernels):
+        converter.convert_weights(backbone, loader, json.loads(config.read_text()))
+    return found
 
 
 def convert(

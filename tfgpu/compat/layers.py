@@ -68,6 +68,33 @@ def set_raw_embeddings(layer: keras.layers.Embedding, table: object) -> None:
     layer._embeddings = table
 
 
+@dataclass(frozen=True)
+class KernelOf:
+    """Stands for the kernel of a layer, whatever LoRA and quantization have made of it.
+
+    Attributes:
+        layer: the layer.
+        shape: of the kernel of floats.
+    """
+
+    layer: keras.layers.Layer
+    shape: tuple[int, ...]
+
+
+@contextmanager
+def named_kernels(kernels: Sequence[KernelOf]) -> Iterator[None]:
+    """Inside the block, `layer.kernel` of some layers is the `KernelOf` of the layer."""
+    before = [(kernel.layer, type(kernel.layer)) for kernel in kernels]
+    for kernel, (layer, stock) in zip(kernels, before, strict=True):
+        named = type(stock.__name__, (stock,), {"kernel": property(lambda self, kernel=kernel: kernel)})
+        object.__setattr__(layer, "__class__", named)
+    try:
+        yield
+    finally:
+        for layer, stock in before:
+            object.__setattr__(layer, "__class__", stock)
+
+
 def attention_gate(layer: keras.layers.Layer) -> keras.layers.Layer | None:
     """The projection that gates an attention layer's output, or None."""
     return getattr(layer, "_gate_dense", None)

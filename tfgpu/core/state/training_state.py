@@ -224,13 +224,16 @@ def _copy_shared(model, shared: dict, wanted: bool) -> dict[str, np.ndarray]:
     return dict(zip(shared, map(replica_values.to_bits, arrays), strict=True))
 
 
-def restore_state(model, arrays: Mapping[str, np.ndarray | ArraySlices], source: str) -> None:
+def restore_state(
+    model, arrays: Mapping[str, np.ndarray | ArraySlices], source: str, *, absent: Sequence[str] = ()
+) -> None:
     """Restores the state that `copy_state` copied or a checkpoint has, on any number of replicas.
 
     Args:
         model: the compiled and built model.
         arrays: all arrays of that state; those of groups that this training does not have are ignored.
         source: where they come from, for the error message.
+        absent: the names of arrays that are not there; their variables stay.
 
     Raises:
         InputError: they belong to another model or optimizer.
@@ -243,8 +246,8 @@ def restore_state(model, arrays: Mapping[str, np.ndarray | ArraySlices], source:
         provider.put_arrays(model, arrays)
     arrays = {name: value for name, value in arrays.items() if not name.endswith(_TRAINED)}
     known = variables(model, metrics=has_metrics)
-    if _GLOBAL_DRAWS not in arrays:
-        known.pop(_GLOBAL_DRAWS, None)
+    for name in (*absent, *(() if _GLOBAL_DRAWS in arrays else (_GLOBAL_DRAWS,))):
+        known.pop(name, None)
     groups = {name.split("/")[0] for name in known}
     arrays = {name: v for name, v in arrays.items() if name.split("/")[0] in groups or name.startswith("optimizer")}
     given = {name.partition(_REPLICAS)[0]: value for name, value in arrays.items()}

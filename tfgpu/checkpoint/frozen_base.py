@@ -1,0 +1,112 @@
+"""Checkpoints without the frozen base of a model whose adapters (LoRA) train: `Checkpoint(only="lora")`."""
+
+from typing import Any
+
+import keras
+
+from tfgpu.compat import layers
+from tfgpu.core.state import lora_layers, sharded_variable, training_state
+from tfgpu.errors import InputError, unknown
+
+KEY = "frozen_base"
+
+
+class FrozenBase:
+    """What of a model's weights a checkpoint leaves out.
+
+    Args:
+        only: `"lora"` leaves out what is frozen; None leaves out nothing.
+
+    Raises:
+        InputError: it is neither.
+    """
+
+    def __init__(self, only: str | None):
+        if only not in (None, "lora"):
+            raise unknown("only", only, ("lora",))
+        self._leaves_out, self._names, self._facts = only is not None, (), {}
+
+    def begin(self, model: keras.Model) -> None:
+        """Learns the base, once it has its weights. On several workers, each must call it.
+
+        Raises:
+            InputError: no layer has LoRA.
+        """
+        if not self._leaves_out:
+            return
+        found = lora_layers.found_in(model)
+        if not found:
+            raise InputError(
+                f"Checkpoint(only='lora') saves adapters, and no layer of {model.name!r} has LoRA. Call "
+                "`layer.enable_lora(rank)` before `compile`, or remove `only`."
+            )
+        frozen = _frozen(model)
+        self._names = tuple(frozen)
+        digests = lora_layers.digests(model, list(frozen.values()))
+        self._facts = {KEY: {"base": dict(zip(frozen, digests, strict=True)), "lora": _ranks(found)}}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays that are left out."""
+        return self._names
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must know of the base, for `check`."""
+        return self._facts
+
+
+def check(memory: dict[str, Any], model: keras.Model, source: str) -> tuple[str, ...]:
+    """The names of the arrays that a checkpoint leaves to the model; on several workers, each must call it.
+
+    Args:
+        memory: of the checkpoint.
+        model: built.
+        source: the checkpoint, for the error message.
+
+    Raises:
+        InputError: the model has LoRA of another rank or on other layers, or another base.
+    """
+    facts = memory.get(KEY)
+    if facts is None:
+        return ()
+    ranks = _ranks(lora_layers.found_in(model))
+    if ranks != facts["lora"]:
+        there, here = (", ".join(sorted({str(rank) for _, rank in each})) or "none" for each in (facts["lora"], ranks))
+        raise InputError(
+            f"{source} has adapters of rank {there} for {len(facts['lora'])} layers; the model has {len(ranks)} layers "
+            f"with LoRA, of rank {here}. Enable LoRA as in the run that is resumed."
+        )
+    frozen, expected = _frozen(model), facts["base"]
+    here = dict(zip(frozen, lora_layers.digests(model, list(frozen.values())), strict=True))
+    differ = [name for name, digest in expected.items() if here.get(name) != digest]
+    if differ:
+        path = frozen[differ[0]].path if differ[0] in frozen else differ[0]
+        raise InputError(
+            f"{source} has the adapters alone, of another base: {len(differ)} of {len(expected)} frozen weights "
+            f"differ, such as {path!r}. Load the weights that the run began with before `fit`."
+        )
+    return tuple(expected)
+
+
+def _ranks(found: list[lora_layers.LoraLayer]) -> list[list[int]]:
+    return [[each.place, each.rank] for each in found]
+
+
+def _frozen(model: keras.Model) -> dict[str, Any]:
+    """The weights that no step changes, by the names of their arrays."""
+    kept: set[int] = set()
+    for layer in layers.layers_within(model):
+        has_lora = getattr(layer, "lora_enabled", False)
+        if has_lora or not layer.trainable:
+            own = layers.own_trainable(layer)
+            if type(layer).__module__.startswith(("keras.", "keras_hub.")):  # a layer of the user's may count its calls
+                own = layers.own_variables(layer)
+            kept |= {id(variable) for variable in own if not variable.trainable}
+    named = training_state.name_group("weights", sharded_variable.merged(model.weights))
+    return {name: variable for name, variable in named.items() if id(_first_shard(variable)) in kept}
+
+
+def _first_shard(variable):
+    while isinstance(variable, sharded_variable.ShardedVariable):
+        variable = variable.shards[0]
+    return variable
