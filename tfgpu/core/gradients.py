@@ -195,8 +195,8 @@ def _sum(update: Update) -> list:
     """
     for variable in update.variables:
         replication.check_is_replicated(variable)
-    count_on_every_replica(update.optimizer)
-    count_on_every_replica(update.inner)
+    for optimizer in (update.optimizer, update.inner, *optimizers.within(update.inner)):
+        count_on_every_replica(optimizer)
     if whole_batch.sees_whole_batch():
         return _sum_of_whole(update)
     overwriting = _overwriting(update)

@@ -39,7 +39,9 @@ def what_it_sees(optimizer: keras.optimizers.Optimizer, variable: keras.Variable
     """
     if isinstance(optimizer, keras.optimizers.Muon) and optimizers.uses_adamw(optimizer, variable):
         return Sees.NUMBER
-    return _tried(type(optimizer), _Config(optimizer.get_config()))
+    with tf.init_scope():  # a rate is a variable, which has no value in a graph
+        config = _Config(optimizer.get_config())
+    return _tried(type(optimizer), config)
 
 
 class _Config(dict):
