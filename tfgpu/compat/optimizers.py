@@ -89,6 +89,13 @@ def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> No
     optimizer._track_variable(variable)
 
 
+def untrack(optimizer: keras.optimizers.Optimizer, is_unwanted: Callable[[keras.Variable], bool]) -> None:
+    """Removes from an optimizer's variables some that it has tracked, as it does with all in its attributes."""
+    for variable in list(optimizer._variables):
+        if is_unwanted(variable):
+            optimizer._tracker.untrack(variable)
+
+
 def show_to_checkpoints(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Makes `tf.train.Checkpoint` find these variables where it looks for those that the optimizer trains."""
     tracked = tf.__internal__.tracking.wrap(list(variables))

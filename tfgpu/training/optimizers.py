@@ -1,4 +1,4 @@
-"""Optimizers that Keras lacks: LARS.
+"""Optimizers that Keras lacks: LARS, and any optimizer with its state in 8 or 16 bits (`with_state_dtype`).
 
 import tfgpu.training.optimizers as optimizers
 model.compile(optimizers.LARS(learning_rate=10.0, momentum=0.9, weight_decay=5e-5), loss="mse")
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.errors import InputError, is_number
+from tfgpu.optim.narrow_state import with_state_dtype as with_state_dtype
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")

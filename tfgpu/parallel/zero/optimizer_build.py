@@ -142,7 +142,7 @@ def _move_slots(optimizer) -> None:
     found, _ = parameter_groups.slots_by_variable(optimizer)
     for shard in optimizers.trained(optimizer):
         for at, slot in enumerate(found[id(shard)] if is_dealt(shard) else ()):
-            if id(slot) in own and shard_info(slot) is None:
+            if id(slot) in own and variables.held(slot) is not None and shard_info(slot) is None:
                 dealing.make_slot(slot, shard, f"slot_{at}", np.array(variables.held(slot).numpy()))
 
 

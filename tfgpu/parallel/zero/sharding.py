@@ -28,6 +28,7 @@ from tfgpu.compat import slots, variables
 from tfgpu.core.state import replica_values, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices, flat_part
 from tfgpu.core.state.sharded_variable import full_variable, shard_of
+from tfgpu.optim import block_quantization, narrow_state
 from tfgpu.parallel import device_placement, shard_patches
 
 
@@ -101,7 +102,7 @@ def create_shard(
     variable, placement: device_placement.DevicePlacement, strategy: tf.distribute.Strategy, config: ZeroConfig
 ) -> keras.Variable:
     """A shard of zeros for a variable that is used on these devices."""
-    size = -(-int(np.prod(variable.shape)) // strategy.num_replicas_in_sync)
+    size = _piece_size(int(np.prod(variable.shape)), strategy.num_replicas_in_sync)
     if config.offload:
         device_placement.mark_placed(strategy)
     with strategy.scope(), device_placement.variable_scope(_hosts(placement) if config.offload else placement):
@@ -112,6 +113,12 @@ def create_shard(
     slots.of(shard).zero = ShardState(config, placement, variable)
     sharded_variable.set_shard(variable, shard, holds_value=config.stage < 3)
     return shard
+
+
+def _piece_size(count: int, replicas: int) -> int:
+    """The numbers of a piece: of large variables whole blocks, so that slots in few bits round as on one device."""
+    size = -(-count // replicas)
+    return block_quantization.blocks_of(size) * block_quantization.BLOCK if count >= narrow_state.SMALLEST else size
 
 
 def _hosts(placement: device_placement.DevicePlacement) -> device_placement.DevicePlacement:

@@ -1,0 +1,246 @@
+"""Optimizers that keep their slots in 8 or 16 bits: `with_state_dtype`.
+
+A slot is two variables: the numbers in few bits, of the variable's shape, and a scale per block
+(`block_quantization.py`). The optimizer's own code sees a `NarrowSlot` instead: it is opened before the update of
+a variable, computes in float32, and is rounded once after it. Accumulated gradients and averages stay in float32.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import distribute, optimizers, variables
+from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
+from tfgpu.core.state import sharded_variable
+from tfgpu.errors import InputError, unknown
+from tfgpu.optim import block_quantization
+from tfgpu.optim.parameter_groups import plain_class
+
+_log = logging.getLogger(__name__)
+_CODES = {"int8": "uint8", "bfloat16": "bfloat16"}
+SMALLEST = 4096
+"""Variables with fewer numbers keep slots of float32, as in the paper's library: they take little memory."""
+_IN_FULL = ("gradient_accumulator", "average")
+_O = keras.optimizers
+_NEVER_NEGATIVE = {
+    "velocity": (_O.Adam, _O.Nadam, _O.RMSprop, _O.Lamb, _O.Muon),
+    "velocity_hat": (_O.Adam,),
+    "accumulator": (_O.Adagrad,),
+}
+"""Slots that hold squares, by their names, and the optimizers that have them."""
+
+
+class NarrowSlot(variables.VirtualVariable):
+    """What an optimizer sees of a slot in few bits. A variable gets this class; it holds nothing itself."""
+
+    def set_up(self, codes: keras.Variable, scales: keras.Variable, is_signed: bool) -> None:
+        self._codes, self._scales, self._is_signed, self._open = codes, scales, is_signed, threading.local()
+
+    @contextlib.contextmanager
+    def opened(self):
+        """In the block this thread's replica computes with it in float32; it is rounded at the end."""
+        self._open.value = self._stored()
+        try:
+            yield
+            value = self._open.value
+        finally:
+            self._open.value = None
+        self._store(value)
+
+    def read(self) -> tf.Tensor:
+        found = getattr(self._open, "value", None)
+        return self._stored() if found is None else found
+
+    def write(self, value) -> None:
+        """Replaces the value; of IndexedSlices, those rows."""
+        if isinstance(value, tf.IndexedSlices):
+            rows = tf.cast(value.indices, tf.int64)[:, None]
+            value = tf.tensor_scatter_nd_update(self.read(), rows, tf.cast(value.values, tf.float32))
+        value = tf.ensure_shape(tf.cast(tf.convert_to_tensor(value), tf.float32), self.shape)
+        if getattr(self._open, "value", None) is None:
+            self._store(value)
+        else:
+            self._open.value = value
+
+    def shared_name(self) -> str:
+        return variables.shared_name(self._codes)
+
+    def assign(self, value):
+        self.write(value)
+        return value
+
+    def _stored(self) -> tf.Tensor:
+        codes, scales = variables.local_copy(self._codes), variables.local_copy(self._scales)
+        with tf.device(codes.device):
+            return block_quantization.dequantize(tf.convert_to_tensor(codes), scales, self._is_signed)
+
+    def _store(self, value: tf.Tensor) -> None:
+        codes, scales = variables.local_copy(self._codes), variables.local_copy(self._scales)
+        with tf.device(codes.device):
+            found = block_quantization.quantize(value, codes.dtype.name, self._is_signed)
+            codes.assign(found[0])
+            scales.assign(found[1])
+
+
+class NarrowState:
+    """Makes an optimizer keep its slots in few bits."""
+
+    state_dtype = "int8"
+    kind: type
+
+    def build(self, variables):
+        if self.built:
+            return
+        self._narrow = {}
+        super().build(variables)
+        optimizers.untrack(self, lambda variable: isinstance(variable, NarrowSlot))
+        slots = [slot for found in self._narrow.values() for slot in found]
+        if slots:
+            name, count = self.kind.__name__, sum(int(np.prod(slot.shape)) for slot in slots)
+            _log.warning(
+                "%s keeps %d slots (%d numbers) in %s, rounded by blocks of %d: training differs from float32's.",
+                name, len(slots), count, self.state_dtype, block_quantization.BLOCK,
+            )  # fmt: skip
+
+    def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
+        made = super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
+        count = int(np.prod(reference_variable.shape))
+        if name in _IN_FULL or _whole_size(reference_variable) < SMALLEST or made.dtype != "float32":
+            return made
+        blocks = block_quantization.blocks_of(count)
+        with variables.shaped_as(reference_variable, (blocks,)):
+            scales = super().add_variable_from_reference(reference_variable, name=f"{name}_scale")
+        _mark_scales(scales, reference_variable, made)
+        slot = keras.Variable(0.0, trainable=False, name=made.name)
+        start = np.array(made.numpy()) if initializer != "zeros" else None
+        _make_codes(made, _CODES[self.state_dtype])
+        slot.__class__ = NarrowSlot
+        variables.set_held(slot, None)
+        variables.set_shape(slot, reference_variable.shape)
+        slot.set_up(made, scales, not isinstance(self, _NEVER_NEGATIVE.get(name, ())))
+        if start is not None:
+            slot.write(start)
+        self._narrow.setdefault(optimizers.key(self, reference_variable), []).append(slot)
+        return slot
+
+    def update_step(self, gradient, variable, learning_rate):
+        with contextlib.ExitStack() as stack:
+            for slot in self._narrow.get(optimizers.key(self, variable), ()):
+                stack.enter_context(slot.opened())
+            super().update_step(gradient, variable, learning_rate)
+
+    def assign(self, variable, value):
+        variable.write(value) if isinstance(variable, NarrowSlot) else super().assign(variable, value)
+
+    def assign_add(self, variable, value):
+        if not isinstance(variable, NarrowSlot):
+            return super().assign_add(variable, value)
+        return variable.write(variable.read() + tf.cast(tf.convert_to_tensor(value), tf.float32))
+
+    def assign_sub(self, variable, value):
+        if not isinstance(variable, NarrowSlot):
+            return super().assign_sub(variable, value)
+        return variable.write(variable.read() - tf.cast(tf.convert_to_tensor(value), tf.float32))
+
+    def get_config(self):
+        return super().get_config() | {"state_dtype": self.state_dtype, "kind": plain_class(self.kind)}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        dtype, plain = config.pop("state_dtype"), dict(config.pop("kind"))
+        stock = keras.saving.deserialize_keras_object({**plain, "config": config}, custom_objects=custom_objects)
+        return with_state_dtype(stock, dtype)
+
+
+keras.saving.register_keras_serializable("tfgpu", "NarrowState")(
+    type("NarrowState", (NarrowState, keras.optimizers.Optimizer), {"__module__": __name__})
+)  # the class that files name; `from_config` makes the right subclass
+
+
+@functools.cache
+def _class_of(kind: type) -> type:
+    made = type(f"Narrow{kind.__name__}", (NarrowState, kind), {"kind": kind, "__module__": __name__})
+    return keras.saving.register_keras_serializable("tfgpu", "NarrowState")(made)
+
+
+def with_state_dtype(optimizer: keras.optimizers.Optimizer, dtype: str = "int8") -> keras.optimizers.Optimizer:
+    """An optimizer like this one, whose slots (momentum, velocity, ...) take a quarter or half of the memory.
+
+    Each block of 256 numbers has a scale of its own. The update computes in float32; slots are rounded after it, so the
+    result differs from that of float32, by how much depends on the training: `docs/memory.md` has measurements. On any
+    replicas, sharded (`parallel.shard`) or not, it is that of one device with the same slots.
+
+    Args:
+        optimizer: any Keras optimizer that is not built yet; a `LossScaleOptimizer` goes around the result.
+        dtype: `"int8"`: 8 bits by dynamic tree quantization. `"bfloat16"`: 16 bits.
+
+    Returns:
+        A new optimizer. Variables of fewer than 4096 numbers, accumulated gradients and averages stay in float32.
+
+    Raises:
+        InputError: the dtype is another one; the optimizer is built, or divides variables among others.
+
+    Example:
+        >>> optimizer = with_state_dtype(keras.optimizers.AdamW(0.001), "int8")
+        >>> optimizer.build([keras.Variable(np.zeros((64, 64)), dtype="float32")])
+        >>> sorted({variable.dtype for variable in optimizer.variables})
+        ['float32', 'int64', 'uint8']
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861).
+    """
+    if dtype not in _CODES:
+        raise unknown("dtype", dtype, tuple(_CODES))
+    if isinstance(optimizer, (LossScaleOptimizer, MultiOptimizer)):
+        raise InputError(
+            f"{type(optimizer).__name__} has other optimizers within. Give each of those to `with_state_dtype`."
+        )
+    if optimizer.built:
+        raise InputError("The optimizer is already built: its slots are there. Give a new one.")
+    if isinstance(optimizer, NarrowState):
+        raise InputError(f"The optimizer keeps its state in {optimizer.state_dtype} already. Give the stock one.")
+    kind = type(optimizer)
+    made = kind.from_config.__func__(_class_of(kind), dict(optimizer.get_config()))
+    made.state_dtype = dtype
+    optimizers.copy_decay_exclusions(optimizer, made, [])
+    return made
+
+
+def _whole_size(variable) -> int:
+    """How many numbers a variable has, or the one that it is a shard of."""
+    info = sharded_variable.shard_info(variable)
+    if info is None:
+        return int(np.prod(variable.shape))
+    if not info.sharding.over_replicas:
+        raise InputError(
+            f"{info.path!r} is cut along an axis, where blocks of its slots would be others than on one device. Use "
+            "the optimizer without `with_state_dtype`, or a layout without tensor parallelism."
+        )
+    return int(np.prod(info.sharding.sizes))
+
+
+def _mark_scales(scales: keras.Variable, reference: keras.Variable, codes: keras.Variable) -> None:
+    """Says of how many scales the whole has, where each replica has those of its piece."""
+    info = sharded_variable.shard_info(scales)
+    if info is None:
+        return
+    whole = (block_quantization.blocks_of(_whole_size(reference)),)
+    sharding = dataclasses.replace(info.sharding, sizes=whole)
+    sharded_variable.set_shard_info(scales, dataclasses.replace(info, sharding=sharding, outer=None))
+
+
+def _make_codes(variable: keras.Variable, dtype: str) -> None:
+    """Gives a slot copies of another dtype, on the same devices: what zeros are in few bits."""
+    held, none = variables.held(variable), tf.as_dtype(dtype).as_numpy_dtype
+    zero = int(np.searchsorted(block_quantization.table(True), 0.0)) if dtype == "uint8" else 0
+    copies = getattr(held, "values", None) if isinstance(held, tf.distribute.DistributedValues) else [held]
+    made = [distribute.plain_variable(np.full(copy.shape, zero, none), copy.device, variable.name) for copy in copies]
+    is_spread = isinstance(held, tf.distribute.DistributedValues)
+    variables.set_held(variable, distribute.with_copies(held, made) if is_spread else made[0])
+    variables.set_storage_dtype(variable, dtype)
