@@ -8,6 +8,7 @@ import pytest
 import record
 import traced_rows
 
+SPREAD = tuple(traced_rows.SPREAD)
 FAST = [row for row in traced_rows.TABLE if row.fast]
 ADVICE = "If the change is meant, run `python tests/gpu_emulation/record.py` and commit table.json."
 
@@ -25,6 +26,22 @@ def test_every_row_is_recorded():
     names = [str(row) for row in traced_rows.TABLE]
     assert len(names) == len(set(names))
     assert list(record.read()) == names
+
+
+def test_every_row_keeps_the_rules_of_gpus():
+    """Whatever is recorded anew: no tensor of a batch's size to the host, NCCL alone, no gradients in conditions."""
+    traced = {name: facts for name, facts in record.read().items() if "error" not in facts}
+    assert len(traced) > 80
+    for name, facts in traced.items():
+        gathers_rows = name.startswith("predict")  # the outputs, for the caller
+        assert facts["to host, bytes of rows"] == 0 or (gathers_rows and " workers" in name), name
+        assert facts["between devices, bytes of rows"] == 0 or gathers_rows or name.endswith(SPREAD), name
+        assert facts["one order"] and not facts["gradients in conditions"], name
+        assert facts["between GPUs it fails or is slow"] == [] and facts["no kernel for GPUs"] == [], name
+        assert all(" nccl x" in each for each in facts["collectives of a GPU"]), name
+        assert " one " not in name or facts["collectives of a GPU"] == [], name
+        if name.startswith("fit") and " even" in name and "error on CPUs" not in facts:
+            assert facts["steps in a call"] == "many", name
 
 
 def test_a_change_shows_as_a_diff_with_the_rows_name():
