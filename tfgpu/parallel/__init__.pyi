@@ -13,4 +13,6 @@ from tfgpu.parallel.planning.planner import predict as predict
 from tfgpu.parallel.planning.workload import Transformer as Transformer
 from tfgpu.parallel.rematerialization.api import recompute as recompute
 from tfgpu.parallel.tensor.api import tensor as tensor
+from tfgpu.parallel.tensor.block_plans import plan_for as plan_for
+from tfgpu.parallel.tensor.block_plans import register_plan as register_plan
 from tfgpu.parallel.zero.sharded_optimizer import shard as shard

@@ -3,6 +3,7 @@
 `pipeline`, `tensor` and `shard` are short forms of `apply`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
 from tfgpu.parallel.pipeline.sections import PipelineProgram
 from tfgpu.parallel.rematerialization import recomputed_layers
-from tfgpu.parallel.tensor import parallel_layers, partitioning
+from tfgpu.parallel.tensor import block_run, block_trial, embeddings, partitioning
 from tfgpu.parallel.zero import sharded_optimizer
 
 _MICROBATCHES_PER_STAGE = 4  # devices wait for less than a fifth of the time
@@ -75,11 +76,14 @@ def apply(
     stage_of = pipeline.assign_stages(model, mesh)
     program = pipeline.program(model, mesh, stage_of)
     places = _Placements.of(model, mesh, stage_of)
+    trials = block_trial.record(model, partitioned.blocks)
     split = _split_layers(partitioned, places, strategy)
     if zero == 3:  # before the rest moves, so that no device holds a whole copy
         sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _placement(mesh, 0))
     paths = model_graph.layers_within(model_graph.functional(model))
     placement.place_layers(model, {path: places.at(path) for path in paths}, strategy, split)
+    for trial in trials:
+        trial.check()
     if program is not None:
         execution.install(model, program)
     if zero in (1, 2):
@@ -111,6 +115,7 @@ def _with_devices(mesh: Mesh) -> Mesh:
 
 def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     """A strategy with a replica for each position along `data`: the model's own where it fits."""
+    placement.forget_default_compile(model)
     placement.check_can_place(model)
     found = model.distribute_strategy
     if not replication.is_replicated(found):
@@ -213,7 +218,7 @@ def _partition(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitionin
         return partitioning.Partitioning()
     found = partitioning.partition(model, mesh.tensor, "auto" if plan is None else plan)
     _print_table(found, mesh)
-    if not found.segments and not found.embeddings:
+    if found.is_empty:
         reasons = "; ".join(f"{layer.path}: {layer.reason}" for layer in found.layers[:3])
         raise InputError(f"No layer of {model.name!r} can be split into {mesh.tensor} shards ({reasons}).")
     for graph, calls in found.calls:
@@ -222,10 +227,16 @@ def _partition(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitionin
 
 
 def _print_table(found: partitioning.Partitioning, mesh: Mesh) -> None:
-    table = Table("layer", "split", "parameters", "each device", "")
+    """Prints how each layer is split; equal layers whose paths differ in numbers alone are one line."""
+    alike: dict = {}
     for layer in found.layers:
-        each = layer.parameters / (mesh.tensor if layer.style else 1)
-        table.add_row(layer.path, layer.style or "whole", f"{layer.parameters:,}", f"{each:,.0f}", layer.reason)
+        name = re.sub(r"\d+", "*", layer.path)
+        alike.setdefault((name, layer.style, layer.reason, layer.parameters), []).append(layer.path)
+    table = Table("layer", "split", "parameters", "each device", "")
+    for (name, style, reason, parameters), paths in alike.items():
+        each = parameters / (mesh.tensor if style else 1)
+        path = paths[0] if len(paths) == 1 else f"{name} ({len(paths)})"
+        table.add_row(path, style or "whole", f"{parameters:,}", f"{each:,.0f}", reason)
     Console().print(table)
 
 
@@ -236,5 +247,8 @@ def _split_layers(found: partitioning.Partitioning, places: _Placements, strateg
         segment.split_variables(places.along_tensor(path), strategy)
         split += segment.layers
     for path, layer in found.embeddings:
-        parallel_layers.split_embedding(layer, places.along_tensor(path), strategy)
+        embeddings.split(layer, places.along_tensor(path), strategy)
+    for block in reversed(found.blocks):  # a block within a block first, whose call the outer one then asks for
+        block_run.split(block, places.along_tensor(block.path), strategy)
+        split.append(block.layer)
     return split

@@ -101,8 +101,8 @@ def place_layers(
     for path, layer in layers.items():
         if id(layer) not in split:
             device_placement.run_on(layer, placements[path])
-            if hasattr(layer, "enable_lora"):
-                device_placement.create_variables_on(layer, placements[path], strategy, "enable_lora")
+        if hasattr(layer, "enable_lora") and not sharded_variable.has_shards(layer.weights):
+            device_placement.create_variables_on(layer, placements[path], strategy, "enable_lora")
         if not layer.built:
             device_placement.build_on(layer, placements[path])
     for path, layer in [("", model), *layers.items()]:
@@ -183,6 +183,22 @@ def _found(path: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] 
     return None
 
 
+def forget_default_compile(model: keras.Model) -> None:
+    """Makes a task of KerasHub, which compiles itself when it is made, one that is to be compiled.
+
+    Its optimizer would belong to no strategy. `fit` without `compile` then raises Keras's error.
+    """
+    is_task = any(owner.__module__.startswith("keras_hub.") for owner in type(model).__mro__)
+    optimizer = getattr(model, "optimizer", None)
+    if (
+        is_task
+        and optimizer is not None
+        and not optimizer.built
+        and not replication.is_replicated(model.distribute_strategy)
+    ):
+        model.compiled, model.optimizer = False, None
+
+
 def check_can_place(model: keras.Model) -> None:
     """Refuses a model whose variables can no longer be moved.
 
@@ -210,6 +226,7 @@ def check_can_place(model: keras.Model) -> None:
 
 def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.Strategy:
     """The strategy of a model's replicas; a new one if it has none."""
+    forget_default_compile(model)
     check_can_place(model)
     found = model.distribute_strategy
     return found if replication.is_replicated(found) else replicas.mirrored(connection.select(devices))

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.parallel import model_graph
-from tfgpu.parallel.tensor import partitioning
+from tfgpu.parallel.tensor import embeddings, partitioning
 
 
 @dataclass
@@ -50,7 +50,7 @@ def split(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> T
         ways: how many shards.
     """
     planned = partitioning.partition(model, ways)
-    if not planned.segments and not planned.embeddings:
+    if planned.is_empty:
         return None
     found, number = TensorSplit(), {id(call.node): at for at, call in enumerate(calls)}
     by_name = {call.name: at for at, call in enumerate(calls)}
@@ -66,9 +66,15 @@ def split(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> T
             found.spans.append((places[0], places[-1]))
         found.loss_splits |= segment.kind == "column" and any(id(tensor) in outputs for tensor in segment.outputs)
     for path, layer in planned.embeddings:
-        found.variables.add(id(layer.embeddings))
+        found.variables |= {id(getattr(layer, one.attribute)) for one in embeddings.splits(layer)}
         at = by_name[path.partition("/")[0]]
         found.add_sent(at, _bytes(calls[at].inputs) + _bytes(calls[at].outputs))
+    for block in planned.blocks:
+        found.variables |= {id(getattr(one.layer, one.attribute)) for one in block.splits}
+        at = by_name[block.path.partition("/")[0]]
+        found.add_sent(at, _bytes(calls[at].inputs[:1]) + _bytes(calls[at].outputs[:1]))  # one pair
+        if calls[at].layers and not model_graph.is_functional(calls[at].layers[0]):
+            found.flops.add(at)
     return found
 
 

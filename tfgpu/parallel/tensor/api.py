@@ -22,14 +22,16 @@ def tensor(
     Each device holds its shard of a kernel, and of the optimizer slots for it. Dense, EinsumDense and Conv are split by
     their outputs, and the next such layer by its inputs, so that the two need one sum over the devices in the forward
     pass and one in the backward pass. Attention is split by heads, an embedding by rows, and a last layer that computes
-    logits by columns, from which the cross-entropy is computed without gathering them. Everything else is on the first
+    logits by columns, from which the cross-entropy is computed without gathering them. Layers of your own, and of
+    KerasHub, are split by the plan of their class: see `register_plan` and `plan_for`. Everything else is on the first
     device of each group.
 
     Args:
         model: functional or Sequential, built; functional models within it are searched as well.
         axis: the mesh's axis along which layers are split: `"tensor"`, the only one.
         plan: `"auto"`, or by pattern of layers `"column"`, `"row"`, `"heads"`, `"vocabulary"`, or None to leave a layer
-            whole. The first pattern that matches counts; layers that none matches stay whole.
+            whole. The first pattern that matches counts; layers that none matches stay whole. Patterns reach into
+            layers of your own as well (`"block/up"`); an attention of your own with `"heads"` takes its class's plan.
         devices: how many, or their names; None uses all GPUs, or all logical CPU devices.
         mesh: devices with an axis `data` as well: several copies of the model, each on its rows of the batch.
 

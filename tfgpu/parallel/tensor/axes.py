@@ -31,6 +31,7 @@ def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
         found = [VariableSplit(layer, layers.KERNEL, _einsum(layer, "column")[0])]
     else:
         found = [VariableSplit(layer, layers.KERNEL, len(layer.kernel.shape) - 1)]
+    found += lora(layer, found[0].axis)
     if layer.bias is None:
         return found
     at = axis_of(layer, "column") if isinstance(layer, keras.layers.EinsumDense) else -1
@@ -40,10 +41,23 @@ def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
 def rows(layer: keras.layers.Layer) -> list[VariableSplit]:
     """The splits of a row-parallel layer: by its inputs. Its bias stays whole."""
     if isinstance(layer, keras.layers.Dense):
-        return [VariableSplit(layer, layers.KERNEL, 0)]
-    if isinstance(layer, keras.layers.EinsumDense):
-        return [VariableSplit(layer, layers.KERNEL, _einsum(layer, "row")[0])]
-    return [VariableSplit(layer, layers.KERNEL, len(layer.kernel.shape) - 2)]
+        axis = 0
+    elif isinstance(layer, keras.layers.EinsumDense):
+        axis = _einsum(layer, "row")[0]
+    else:
+        axis = len(layer.kernel.shape) - 2
+    return [VariableSplit(layer, layers.KERNEL, axis), *lora(layer, axis)]
+
+
+def lora(layer: keras.layers.Layer, axis: int) -> list[VariableSplit]:
+    """The split of LoRA's matrices where the kernel is split along an axis: the product is split as the kernel is.
+
+    The second matrix has the kernel's last axis, the first one the others; the other matrix stays whole.
+    """
+    if not getattr(layer, "lora_enabled", False):
+        return []
+    is_last = axis == len(layers.raw_kernel(layer).shape) - 1
+    return [VariableSplit(layer, "lora_kernel_b", 1) if is_last else VariableSplit(layer, "lora_kernel_a", axis)]
 
 
 def heads(layer: keras.layers.MultiHeadAttention) -> list[VariableSplit]:
@@ -52,9 +66,10 @@ def heads(layer: keras.layers.MultiHeadAttention) -> list[VariableSplit]:
     for inner in (layer.query_dense, layer.key_dense, layer.value_dense, layers.attention_gate(layer)):
         if inner is not None:
             found.append(VariableSplit(inner, layers.KERNEL, len(inner.kernel.shape) - 2))
+            found += lora(inner, found[-1].axis)
             found += [VariableSplit(inner, "bias", len(inner.bias.shape) - 2)] if inner.bias is not None else []
     last = layer.output_dense
-    found.append(VariableSplit(last, layers.KERNEL, 0))
+    found += [VariableSplit(last, layers.KERNEL, 0), *lora(last, 0)]
     return found + ([VariableSplit(last, "bias", None)] if last.bias is not None else [])
 
 
@@ -103,10 +118,10 @@ def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None
 def term(layer: keras.layers.Layer, value: tf.Tensor) -> tf.Tensor:
     """What a row-parallel layer computes from its part of the input: a term of the sum, without bias and activation."""
     if isinstance(layer, keras.layers.Dense):
-        return keras.ops.matmul(value, layers.raw_kernel(layer))
+        return keras.ops.matmul(value, layer.kernel)
     if isinstance(layer, keras.layers.EinsumDense):
-        return keras.ops.einsum(layer.equation, value, layers.raw_kernel(layer))
-    return layer.convolution_op(value, tf.convert_to_tensor(layers.raw_kernel(layer)))
+        return keras.ops.einsum(layer.equation, value, layer.kernel)
+    return layer.convolution_op(value, tf.convert_to_tensor(layer.kernel))
 
 
 def finished(layer: keras.layers.Layer, total: tf.Tensor) -> tf.Tensor:

@@ -61,7 +61,7 @@ class GraphSearch:
         """The embeddings that can be split by rows."""
         found = []
         for call, layer in self._layer_calls():
-            if type(layer) is keras.layers.Embedding and self._is_wanted(layer, "vocabulary"):
+            if split_rules.is_embedding(layer) and self._is_wanted(layer, "vocabulary"):
                 if self._is_free(call, layer, "vocabulary"):
                     found.append(layer)
                     rows = layer.input_dim // self._ways
@@ -166,7 +166,7 @@ class GraphSearch:
 
     def _why_not(self, call: Call, layer: keras.layers.Layer, style: str) -> str | None:
         """Why a layer cannot be split in a style, or None."""
-        if layer.built and self._times_called[id(layer)] > 1:
+        if layer.built and self._times_called[id(layer)] > 1 and style != "vocabulary":
             return "it is called several times"
         if len(call.outputs) > 1:
             return "it returns several tensors"
@@ -189,7 +189,7 @@ class GraphSearch:
             styles = ["column", "row"]
         elif type(layer) in split_rules.ATTENTION:
             styles = ["heads"]
-        elif type(layer) is keras.layers.Embedding:
+        elif split_rules.is_embedding(layer):
             styles = ["vocabulary"]
         else:
             return "not a layer that can be split"

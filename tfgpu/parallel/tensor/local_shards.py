@@ -44,6 +44,18 @@ def computing(at: int, count: int, axis: int, seeds: list) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def computing_whole() -> Iterator[None]:
+    """Runs the block with whole variables and draws, within `computing`."""
+    with _now.set_to(None), step_context.scope(draw_shard=None):
+        yield
+
+
+def is_computing() -> bool:
+    """Whether one device of a group computes."""
+    return _now.get() is not None
+
+
 def _computing_device() -> int | None:
     now = _now.get()
     return None if now is None else now.at

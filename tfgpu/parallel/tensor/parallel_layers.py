@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import layers as layers_private
 from tfgpu.compat.keras import get_mask, in_symbolic_scope, set_mask
 from tfgpu.core import logits
 from tfgpu.parallel import device_placement, model_graph
@@ -84,7 +83,7 @@ class Segment:
         for splits in by_layer.values():
             split_variables(splits, self.placements, strategy)
         if self.ends_row_parallel:
-            _take_input_in_parts(self.inner[-1].operation, self.placements)
+            take_input_in_parts(self.inner[-1].operation, self.placements)
 
     def run(self, values: dict[int, object], operation_fn: Callable) -> None:
         """As `model_graph.Call.run`."""
@@ -129,7 +128,7 @@ class Segment:
         return joined
 
 
-def _take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_placement.DevicePlacement, ...]) -> None:
+def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_placement.DevicePlacement, ...]) -> None:
     """Makes a row-parallel layer accept a list with one part of its input per device."""
     stock = layer.call
 
@@ -143,32 +142,5 @@ def _take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_pla
                 terms.append(axes.term(layer, value))
         with device_placement.scope(placements[0]):
             return axes.finished(layer, collectives.sum_terms(terms))
-
-    object.__setattr__(layer, "call", call)
-
-
-def split_embedding(
-    layer: keras.layers.Embedding, placements: Sequence[device_placement.DevicePlacement], strategy
-) -> None:
-    """Splits an embedding's table by its rows: each device looks up the rows that it has, and a sum joins them."""
-    placements = tuple(placements)
-    split_variables([axes.VariableSplit(layer, layers_private.EMBEDDINGS, 0)], placements, strategy)
-    table, rows = layers_private.raw_embeddings(layer), layer.input_dim
-    rows_each = rows // len(placements)
-
-    def look_up(at: int, ids: tf.Tensor) -> tf.Tensor:
-        own = tf.where(ids < 0, ids + rows, ids) - at * rows_each
-        is_here = (own >= 0) & (own < rows_each)
-        found = tf.gather(table.shards[at].value, tf.where(is_here, own, 0))
-        return tf.cast(tf.where(is_here[..., None], found, 0), layer.compute_dtype)
-
-    def call(inputs):
-        ids = tf.cast(inputs, tf.int64)  # GPUs compute with int32 in the host's memory
-        terms = []
-        for at, (placement, copy) in enumerate(zip(placements, collectives.copy_to_all(ids, placements), strict=True)):
-            with device_placement.scope(placement):
-                terms.append(look_up(at, copy))
-        with device_placement.scope(placements[0]):
-            return collectives.sum_terms(terms)
 
     object.__setattr__(layer, "call", call)

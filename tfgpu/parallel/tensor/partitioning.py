@@ -7,6 +7,8 @@
 | `"heads"` | attention, by heads | one in the forward pass, one in the backward pass |
 | `"vocabulary"` | an embedding, by rows | one in the forward pass |
 
+Layers within a layer of one's own, and of KerasHub, are split by the plan of its class (`block_plans`).
+
 A column-parallel layer, element-wise layers (dropout, activations, products, BatchNormalization by channels) and a
 row-parallel layer make a pair, which needs one sum in the forward pass and one in the backward pass.
 """
@@ -20,6 +22,8 @@ import keras
 
 from tfgpu.errors import InputError, unknown
 from tfgpu.parallel import model_graph
+from tfgpu.parallel.tensor import blocks
+from tfgpu.parallel.tensor.blocks import Block
 from tfgpu.parallel.tensor.graph_search import GraphSearch, LayerSplit
 from tfgpu.parallel.tensor.parallel_layers import Segment
 from tfgpu.parallel.tensor.split_rules import STYLES
@@ -33,13 +37,20 @@ class Partitioning:
         calls: for each functional model in which something is split, the calls that it runs from now on.
         segments: pairs of the path of a segment's first layer, and the segment.
         embeddings: pairs of a path and an embedding that is split by rows.
+        blocks: layers of one's own whose sublayers are split, each after the block around it.
         layers: for each layer with variables, how it is split or why it is not.
     """
 
     calls: list[tuple[keras.Model, list]] = field(default_factory=list)
     segments: list[tuple[str, Segment]] = field(default_factory=list)
     embeddings: list[tuple[str, keras.layers.Embedding]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     layers: list[LayerSplit] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is split."""
+        return not (self.segments or self.embeddings or self.blocks)
 
 
 def partition(model: keras.Model, ways: int, asked: Mapping[str, str | None] | str = "auto") -> Partitioning:
@@ -69,8 +80,32 @@ def partition(model: keras.Model, ways: int, asked: Mapping[str, str | None] | s
         found.segments += [(prefix + segment.name, segment) for segment in segments]
         found.embeddings += [(prefix + layer.name, layer) for layer in embeddings]
         found.layers += search.layer_splits()
+    found.embeddings = list({id(layer): (path, layer) for path, layer in reversed(found.embeddings)}.values())
+    _add_blocks(found, model, ways, wanted)
     _check_all_split(found, wanted)
     return found
+
+
+def _add_blocks(found: Partitioning, model: keras.Model, ways: int, wanted: dict | None) -> None:
+    """Adds what is split within layers that have no graph; the rows of these layers give way to those within."""
+    split = [layer for _, segment in found.segments for layer in segment.layers]
+    split += [layer for _, layer in found.embeddings]
+    taken = {id(each) for layer in split for each in (layer, *model_graph.layers_within(layer).values())}
+    found.blocks, embeddings, notes = blocks.find(model, ways, taken, wanted)
+    found.embeddings += embeddings
+    by_path = {note.path: note for note in found.layers}
+    inside = [note for note in notes if note.path not in by_path or by_path[note.path].style is None]
+    around = {path for note in inside for path in _paths_around(note.path)} | {note.path for note in inside}
+    tables = {path for path, _ in found.embeddings}
+    kept = [note for note in found.layers if note.style is not None or note.path not in around]
+    kept = [note for note in kept if note.style != "vocabulary" or note.path in tables]  # one table in two graphs
+    found.layers = kept + inside
+
+
+def _paths_around(path: str) -> list[str]:
+    """The paths of the layers that hold a layer."""
+    names = path.split("/")
+    return ["/".join(names[:end]) for end in range(1, len(names))]
 
 
 def _graphs(model: keras.Model, layers: Mapping[str, keras.layers.Layer]) -> dict[str, keras.Model]:
@@ -101,7 +136,10 @@ def _wanted(model: keras.Model, layers: Mapping, asked) -> dict[str, str | None]
 
 def _check_all_split(found: Partitioning, wanted: dict[str, str | None] | None) -> None:
     by_path = {layer.path: layer for layer in found.layers}
+    by_plan = {block.path for block in found.blocks}
     for path, style in (wanted or {}).items():
+        if path in by_plan:
+            continue
         if style is not None and (path not in by_path or by_path[path].style is None):
             reason = by_path[path].reason if path in by_path else "it is not a layer of a functional model"
             raise InputError(f"{path!r} cannot be split {STYLES[style]}: {reason}.")

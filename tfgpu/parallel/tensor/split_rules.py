@@ -63,9 +63,16 @@ def sizes(layer: keras.layers.Layer) -> dict[str, tuple[int, str]]:
         return {"column": (shape[-1], "filters"), "row": (shape[-2], "channels")}
     if type(layer) in ATTENTION and layer.activity_regularizer is None:
         return {"heads": (layer.num_heads, "heads")}
-    if type(layer) is keras.layers.Embedding:
+    if is_embedding(layer):
         return {"vocabulary": (layer.input_dim, "rows")}
     return {}
+
+
+def is_embedding(layer: keras.layers.Layer) -> bool:
+    """Whether a layer looks rows up in a table: Embedding, and ReversibleEmbedding, which computes logits as well."""
+    reversible = getattr(keras.layers, "ReversibleEmbedding", keras.layers.Embedding)
+    is_reversible = isinstance(layer, reversible) and type(layer).call is reversible.call
+    return type(layer) is keras.layers.Embedding or is_reversible
 
 
 def has_more_outputs(layer: keras.layers.Layer) -> bool:
@@ -78,8 +85,10 @@ def why_not_split(layer: keras.layers.Layer, style: str, ways: int) -> str | Non
     """Why a layer, whatever its place in the model, cannot be split in a style; None where it can."""
     if not layer.built:
         return "it is not built"
-    if getattr(layer, "quantization_mode", None) or getattr(layer, "lora_enabled", False):
-        return "it is quantized, or has LoRA"
+    if getattr(layer, "quantization_mode", None):
+        return "it is quantized"
+    if style == "vocabulary" and getattr(layer, "lora_enabled", False):
+        return "it has LoRA"
     if reason := why_not_sharded(layer):
         return reason
     found = sizes(layer).get(style)

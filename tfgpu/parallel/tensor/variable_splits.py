@@ -40,7 +40,8 @@ def split_variables(
         shard_patches.mark_shards(shards, sharded_variable.AxisSharding(split.axis), variable.path)
         object.__setattr__(layer, split.attribute, LocalShard(shards))
     _replace(layer, shards_of)
-    shard_patches.save_merged(layer)
+    if not getattr(layer, "lora_enabled", False):  # whose class saves the sum of the kernel and LoRA's product
+        shard_patches.save_merged(layer)
     for name in ("enable_lora", "quantize"):
         object.__setattr__(layer, name, functools.partial(_refuse, layer, name))
 
