@@ -6,7 +6,7 @@ from keras import ops
 
 import tfgpu
 
-WIDTH, HEADS, KEYS, LENGTH, WORDS = 8, 4, 2, 5, 24
+WIDTH, HEADS, KEYS, LENGTH, WORDS = 8, 4, 2, 5, 25
 
 
 @keras.saving.register_keras_serializable("tests")

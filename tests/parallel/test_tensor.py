@@ -170,6 +170,25 @@ def test_lora_is_refused_where_a_kernel_lies_in_parts():
         model.get_layer("up").enable_lora(2)
 
 
+@pytest.mark.slow
+def test_lora_from_before_is_split_with_its_kernel():
+    def made():
+        keras.utils.set_random_seed(0)
+        model = gated()
+        for name in ("gate", "down", "wide", "narrow", "head"):
+            layer = model.get_layer(name)
+            layer.enable_lora(2)
+            layer.lora_kernel_b.assign(np.random.default_rng(1).normal(size=layer.lora_kernel_b.shape) * 0.1)
+        return model
+
+    one, model = made(), tensor(made(), devices=2)
+    assert tuple(model.get_layer("gate").lora_kernel_b.shards[0].shape) == (2, 6)
+    assert tuple(model.get_layer("down").lora_kernel_a.shards[0].shape) == (6, 2)
+    np.testing.assert_allclose(trained(model), trained(one), rtol=1e-5)
+    for mine, other in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
 def test_a_frozen_layer_and_a_layer_without_decay_stay_so():
     def built(spread):
         keras.utils.set_random_seed(0)

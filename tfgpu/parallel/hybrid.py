@@ -68,7 +68,8 @@ def apply(
     """
     _check_zero(zero, mesh)
     mesh = _with_devices(mesh)
-    model_graph.functional(model)  # raises if there is no graph
+    if mesh.tensor == 1 or mesh.pipeline > 1 or (stages or 1) > 1:
+        model_graph.functional(model)  # raises if there is no graph
     recomputed_layers.check_not_recomputed(model)
     strategy = _strategy(model, mesh)
     partitioned = _partition(model, mesh, plan)
@@ -80,7 +81,7 @@ def apply(
     split = _split_layers(partitioned, places, strategy)
     if zero == 3:  # before the rest moves, so that no device holds a whole copy
         sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _placement(mesh, 0))
-    paths = model_graph.layers_within(model_graph.functional(model))
+    paths = model_graph.layers_within(model_graph.functional(model) if model_graph.has_graph(model) else model)
     placement.place_layers(model, {path: places.at(path) for path in paths}, strategy, split)
     for trial in trials:
         trial.check()
@@ -162,7 +163,7 @@ class _Pipeline:
         """The stage of each of the model's calls."""
         if self._is_staged(mesh):
             return stage_assignment.assign_stages(model, self.stages, self.cuts, self.batch)
-        return [0] * len(model_graph.calls(model))
+        return [0] * len(_calls(model))
 
     def program(self, model: keras.Model, mesh: Mesh, stage_of: list[int]) -> PipelineProgram | None:
         """How the model runs in stages; None for a single stage."""
@@ -189,7 +190,7 @@ class _Placements:
 
     @classmethod
     def of(cls, model: keras.Model, mesh: Mesh, stage_of: list[int]) -> "_Placements":
-        staged = list(zip(model_graph.calls(model), stage_of, strict=True))
+        staged = list(zip(_calls(model), stage_of, strict=True))
         stages = {call.name: stage for call, stage in staged}
         return cls(mesh, stages | {layer.name: stage for call, stage in staged for layer in call.layers})
 
@@ -203,6 +204,11 @@ class _Placements:
     def along_tensor(self, path: str) -> list[DevicePlacement]:
         """The placement of each shard of the layer with this path."""
         return [_placement(self.mesh, self._stage(path), at) for at in range(self.mesh.tensor)]
+
+
+def _calls(model: keras.Model) -> list[model_graph.Call]:
+    """The model's calls; none of a model without a graph, whose layers are split by plans alone."""
+    return model_graph.calls(model) if model_graph.has_graph(model) else []
 
 
 def _placement(mesh: Mesh, stage: int, tensor: int = 0) -> DevicePlacement:
@@ -219,6 +225,7 @@ def _partition(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitionin
     found = partitioning.partition(model, mesh.tensor, "auto" if plan is None else plan)
     _print_table(found, mesh)
     if found.is_empty:
+        model_graph.functional(model)  # raises if there is no graph
         reasons = "; ".join(f"{layer.path}: {layer.reason}" for layer in found.layers[:3])
         raise InputError(f"No layer of {model.name!r} can be split into {mesh.tensor} shards ({reasons}).")
     for graph, calls in found.calls:

@@ -69,6 +69,11 @@ def is_functional(model: keras.layers.Layer) -> bool:
     return is_layer_with_graph(model)
 
 
+def has_graph(model: keras.Model) -> bool:
+    """Whether `functional` finds a functional model."""
+    return layers.graph_of(model) is not None
+
+
 def functional(model: keras.Model) -> Functional:
     """The functional model that a model is, or that a Sequential model calls.
 
@@ -82,7 +87,8 @@ def functional(model: keras.Model) -> Functional:
         raise InputError("A Sequential model needs its input shape first. Begin it with keras.Input(shape).")
     raise InputError(
         f"{type(model).__name__} {model.name!r} has no graph to split: its `call` is Python code. Build it with "
-        "keras.Model(inputs, outputs), or use `parallel.place` with the names of its layers."
+        "keras.Model(inputs, outputs), use `parallel.place` with the names of its layers, or give the classes of its "
+        "layers plans (`parallel.register_plan`) for `parallel.tensor`."
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers as layers_private
-from tfgpu.compat.keras import tree
+from tfgpu.compat.keras import global_seed_generator, tree
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.tensor.blocks import Block
@@ -28,14 +28,14 @@ class Trial:
         layer: the layer that the model calls.
         blocks: those within it.
         arguments: what it is given, by position and by name.
-        states: the values that its random draws begin with.
+        states: what a call changes, each with the value that it begins with.
         expected: what it returned when it was whole.
     """
 
     layer: keras.layers.Layer
     blocks: tuple[Block, ...]
     arguments: tuple[Sequence, dict]
-    states: list[np.ndarray]
+    states: list[tuple[keras.Variable, np.ndarray]]
     expected: list[np.ndarray]
 
     def check(self) -> None:
@@ -75,19 +75,31 @@ def record(model: keras.Model, blocks: Sequence[Block]) -> list[Trial]:
                 kind = type(layer), tuple(tuple(variable.shape) for variable in layer.variables)
                 if inside and kind not in seen and not model_graph.is_functional(layer):
                     seen.add(kind)
-                    found += _recorded(call, layer, inside)
-    return found
+                    values = {id(symbolic): _made_up(symbolic.shape, symbolic.dtype) for symbolic in call.inputs}
+                    found += _recorded(layer, inside, call.node.arguments.fill_in(values))
+    return found if model_graph.has_graph(model) else found + _by_build_shapes(blocks)
 
 
 def _graphs(model: keras.Model) -> list[keras.Model]:
     within = [each for each in model_graph.layers_within(model).values() if model_graph.is_functional(each)]
-    return [model_graph.functional(each) for each in (model, *within)]
+    return [model_graph.functional(each) for each in (model, *within) if model_graph.has_graph(each)]
 
 
-def _recorded(call: model_graph.Call, layer: keras.layers.Layer, blocks: tuple[Block, ...]) -> list[Trial]:
-    values = {id(symbolic): _made_up(symbolic) for symbolic in call.inputs}
-    arguments = call.node.arguments.fill_in(values)
-    states = [np.asarray(variable) for variable in _states(layer)]
+def _by_build_shapes(blocks: Sequence[Block]) -> list[Trial]:
+    """Calls of blocks in a model without a graph, whose inputs are known by the shape that they were built with."""
+    found, kinds = [], set()
+    for block in blocks:
+        shape = (block.layer.get_build_config() or {}).get("input_shape")
+        kind = type(block.layer), tuple(tuple(variable.shape) for variable in block.layer.variables)
+        if shape and all(size is None or isinstance(size, int) for size in shape) and kind not in kinds:
+            kinds.add(kind)
+            given = _made_up(shape, block.layer.compute_dtype)
+            found += _recorded(block.layer, (block,), ((given,), {}))
+    return found
+
+
+def _recorded(layer: keras.layers.Layer, blocks: tuple[Block, ...], arguments: tuple) -> list[Trial]:
+    states = [(variable, np.asarray(variable)) for variable in _states(layer)]
     try:
         expected = _results(layer, arguments, states)
     except (ValueError, TypeError, tf.errors.OpError) as error:
@@ -96,10 +108,9 @@ def _recorded(call: model_graph.Call, layer: keras.layers.Layer, blocks: tuple[B
     return [Trial(layer, blocks, arguments, states, expected)]
 
 
-def _made_up(symbolic: keras.KerasTensor) -> tf.Tensor:
+def _made_up(shape: Sequence[int | None], dtype: str) -> tf.Tensor:
     """Random numbers, or ones, in the shape of a symbolic tensor."""
-    shape = [size or (_LENGTH if at else _ROWS) for at, size in enumerate(symbolic.shape)]
-    dtype = tf.as_dtype(symbolic.dtype)
+    shape, dtype = [size or (_LENGTH if at else _ROWS) for at, size in enumerate(shape)], tf.as_dtype(dtype)
     if not dtype.is_floating:
         return tf.ones(shape, dtype)
     return tf.cast(np.random.default_rng(0).normal(size=shape), dtype)
@@ -110,17 +121,19 @@ def _states(layer: keras.layers.Layer) -> list[keras.Variable]:
     within = layers_private.layers_within(layer)
     own = {id(v) for each in within for v in layers_private.own_variables(each)}
     assigned = [v for each in within for v in layers_private.own_non_trainable(each)]
-    return [variable for variable in layer.variables if id(variable) not in own] + assigned
+    seeds = global_seed_generator()
+    shared = [seeds.state] if seeds is not None else []
+    return [variable for variable in layer.variables if id(variable) not in own] + assigned + shared
 
 
-def _results(layer: keras.layers.Layer, arguments: tuple, states: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _results(layer: keras.layers.Layer, arguments: tuple, states: Sequence[tuple]) -> list[np.ndarray]:
     """What a call in training returns; afterwards, the layer is as before."""
-    for variable, value in zip(_states(layer), states, strict=True):
+    for variable, value in states:
         variable.assign(value)
     try:
         results = model_graph.in_training(layer)(*arguments[0], **arguments[1])
     finally:
         layers_private.clear_losses(layer)
-        for variable, value in zip(_states(layer), states, strict=True):
+        for variable, value in states:
             variable.assign(value)
     return [np.asarray(tf.cast(value, tf.float32)) for value in tree.flatten(results) if tf.is_tensor(value)]

@@ -92,7 +92,7 @@ def find(model: keras.Model, ways: int, taken: set[int], wanted: Mapping[str, st
             reason = split_rules.why_not_split(layer, "vocabulary", ways)
             if reason is None:
                 embeddings.append((path, layer))
-            rows = f"{layer.input_dim // ways} of {layer.input_dim} rows each"
+            rows = split_rules.rows_each(layer, ways)
             notes.append(LayerSplit(path, None if reason else "vocabulary", reason or rows, layer.count_params()))
             continue
         plan = _plan(path, layer, wanted)

@@ -36,12 +36,12 @@ def split(layer: keras.layers.Embedding, placements: Sequence[device_placement.D
     placements = tuple(placements)
     split_variables(splits(layer), placements, strategy)
     table, rows, stock = layers_private.raw_embeddings(layer), layer.input_dim, layer.call
-    rows_each = rows // len(placements)
+    sizes = [shard.shape[0] for shard in table.shards]
     masks_itself = type(layer).compute_mask is not keras.layers.Embedding.compute_mask
 
     def look_up(at: int, ids: tf.Tensor) -> tf.Tensor:
-        own = tf.where(ids < 0, ids + rows, ids) - at * rows_each
-        is_here = (own >= 0) & (own < rows_each)
+        own = tf.where(ids < 0, ids + rows, ids) - sum(sizes[:at])
+        is_here = (own >= 0) & (own < sizes[at])
         found = tf.gather(table.shards[at].value, tf.where(is_here, own, 0))
         return tf.cast(tf.where(is_here[..., None], found, 0), layer.compute_dtype)
 

@@ -64,8 +64,7 @@ class GraphSearch:
             if split_rules.is_embedding(layer) and self._is_wanted(layer, "vocabulary"):
                 if self._is_free(call, layer, "vocabulary"):
                     found.append(layer)
-                    rows = layer.input_dim // self._ways
-                    self._note(layer, "vocabulary", f"{rows} of {layer.input_dim} rows each")
+                    self._note(layer, "vocabulary", split_rules.rows_each(layer, self._ways))
         return found
 
     def calls_with_segments(self) -> list:

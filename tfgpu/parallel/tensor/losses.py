@@ -52,7 +52,7 @@ def _cross_entropy(target: tf.Tensor, logits: Sequence[tf.Tensor], placements: P
         return found
 
     def target_logit(at: int, shard: tf.Tensor):
-        place = target - at * shard.shape[-1]
+        place = target - sum(each.shape[-1] for each in logits[:at])
         is_here = (place >= 0) & (place < shard.shape[-1])
         value = tf.gather(shard, tf.where(is_here, place, 0), batch_dims=shard.shape.rank - 1)
         return tf.where(is_here, value, 0), tf.cast(is_here, value.dtype)

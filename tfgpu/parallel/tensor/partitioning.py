@@ -57,14 +57,17 @@ def partition(model: keras.Model, ways: int, asked: Mapping[str, str | None] | s
     """Finds what can be split. The model does not change.
 
     Args:
-        model: functional or Sequential, built; functional models within it are searched as well.
+        model: built; functional models within it are searched as well. Without a graph of its own it is split by the
+            plans of its layers' classes alone.
         ways: into how many shards.
         asked: `"auto"`, or by pattern of layers one of `STYLES`, or None to leave a layer whole. The first pattern that
             matches counts; a layer that none matches stays whole.
 
     Raises:
-        InputError: the model has no graph, a pattern matches nothing, or a layer cannot be split as asked.
+        InputError: the model is not built, a pattern matches nothing, or a layer cannot be split as asked.
     """
+    if isinstance(model, keras.Sequential):
+        model_graph.functional(model)  # raises if it is not built
     layers = model_graph.layers_within(model)
     wanted = _wanted(model, layers, asked)
     graphs = _graphs(model, layers)
@@ -111,7 +114,7 @@ def _paths_around(path: str) -> list[str]:
 def _graphs(model: keras.Model, layers: Mapping[str, keras.layers.Layer]) -> dict[str, keras.Model]:
     """The functional models within a model, and then the model itself, by the prefix of their layers' paths."""
     inner = {path: model_graph.functional(layer) for path, layer in layers.items() if model_graph.is_functional(layer)}
-    named = {**inner, "": model_graph.functional(model)}
+    named = {**inner, **({"": model_graph.functional(model)} if model_graph.has_graph(model) else {})}
     once = {id(graph): (f"{path}/" if path else "", graph) for path, graph in named.items()}
     return dict(once.values())
 

@@ -75,6 +75,12 @@ def is_embedding(layer: keras.layers.Layer) -> bool:
     return type(layer) is keras.layers.Embedding or is_reversible
 
 
+def rows_each(layer: keras.layers.Embedding, ways: int) -> str:
+    """How many rows of an embedding's table each device has."""
+    least, rest = divmod(layer.input_dim, ways)
+    return f"{least}{f' or {least + 1}' if rest else ''} of {layer.input_dim} rows each"
+
+
 def has_more_outputs(layer: keras.layers.Layer) -> bool:
     """Whether a layer has at least as many outputs as inputs, as one that computes logits of a vocabulary."""
     found = sizes(layer)
@@ -95,7 +101,7 @@ def why_not_split(layer: keras.layers.Layer, style: str, ways: int) -> str | Non
     if found is None:
         return f"a {type(layer).__name__} like this cannot be split {STYLES[style]}"
     size, word = found
-    if size % ways:
+    if size % ways and not (style == "vocabulary" and size >= ways):
         low = size // ways * ways
         near = f"{low} or {low + ways}" if low else f"{ways}"
         return f"it has {size} {word}, which do not divide into {ways} shards ({near} would)"

@@ -50,7 +50,8 @@ def _create_shards(variable: keras.Variable, axis: int, placements, strategy, ma
     value = np.asarray(variables.held(variable).numpy())
     variables.set_held(variable, None)  # frees its memory before the shards take any
     found = []
-    for at, (placement, piece) in enumerate(zip(placements, np.split(value, len(placements), axis), strict=True)):
+    pieces = np.array_split(value, len(placements), axis)  # those of a table of words may differ by a row
+    for at, (placement, piece) in enumerate(zip(placements, pieces, strict=True)):
         with strategy.scope(), device_placement.scope(placement):
             shard = keras_private.Variable(
                 piece,
