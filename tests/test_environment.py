@@ -87,6 +87,7 @@ def test_devices_are_facts_in_tensorflows_order():
         (lambda: environment.set_threads(intra=-1), "`intra` must be"),
         (lambda: environment.set_visible_devices(3), "this machine has 0 GPU"),
         (lambda: environment.set_visible_devices(-1), "`chosen` must be"),
+        (lambda: environment.set_visible_devices(1.0), "`chosen` must be"),
         (lambda: environment.set_visible_devices([0, 0], kind="CPU"), "each once"),
         (lambda: environment.set_seed(-1), "`seed` must be"),
         (lambda: environment.set_seed(2**32), "below 2..32"),

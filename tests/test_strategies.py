@@ -1,4 +1,5 @@
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -36,6 +37,7 @@ def all_reduced(strategy) -> list[list[float]]:
         ({}, "one_device", ["CPU:0"]),
         ({"devices": 1}, "one_device", ["CPU:0"]),
         ({"devices": 2}, "mirrored", ["CPU:0", "CPU:1"]),
+        ({"devices": np.int64(2)}, "mirrored", ["CPU:0", "CPU:1"]),
         ({"devices": ["CPU:3"]}, "one_device", ["CPU:3"]),
         ({"devices": ("/cpu:1", "/device:CPU:2")}, "mirrored", ["CPU:1", "CPU:2"]),
         ({"kind": "one_device"}, "one_device", ["CPU:0"]),
@@ -101,6 +103,7 @@ def test_tensorflow_still_loses_a_replica_of_three_in_hierarchical_copy():
         ({"kind": "one_device", "devices": ["CPU:4"]}, "More devices"),
         ({"devices": 0}, "whole number from 1"),
         ({"devices": True}, "whole number from 1"),
+        ({"devices": 1.5}, "whole number from 1"),
         ({"devices": []}, "one or more devices"),
         ({"devices": ["CPU:0", "cpu:0"]}, "each once"),
         ({"devices": ["CPU"]}, "must look like 'GPU:0'"),

@@ -9,6 +9,7 @@ Example:
     ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
 """
 
+import numbers
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,8 +90,8 @@ def select(chosen: int | str | Iterable[str], connected: Sequence[str] = ()) -> 
     Raises:
         InputError: more devices than exist, a name that does not exist or is not one, or one named twice.
     """
-    if isinstance(chosen, int):
-        _whole("devices", chosen, least=1)
+    if isinstance(chosen, numbers.Number):
+        chosen = whole_number("devices", chosen)
         found = everywhere(connected)
         if chosen > len(found):
             raise _missing(chosen, found)
@@ -136,9 +137,8 @@ def set_visible_devices(chosen: int | Iterable[int], *, kind: str = "GPU") -> No
     """
     (kind,) = _kinds(kind)
     found = tf.config.list_physical_devices(kind)
-    if isinstance(chosen, int):
-        _whole("chosen", chosen, least=0)
-        chosen = range(chosen)
+    if isinstance(chosen, numbers.Number):
+        chosen = range(whole_number("chosen", chosen, minimum=0))
     indices = list(chosen)
     if not set(indices) <= set(range(len(found))) or len(set(indices)) != len(indices):
         raise InputError(
@@ -198,7 +198,7 @@ def set_logical_devices(count: int, kind: str = "CPU", *, memory_bytes: int | No
         >>> set_logical_devices(4)
     """
     (kind,) = _kinds(kind)
-    _whole("count", count, least=1)
+    whole_number("count", count, minimum=1)
     if kind == "CPU" and memory_bytes is not None:
         raise InputError("`memory_bytes` applies to GPUs; TensorFlow cannot limit a CPU's memory. Remove it.")
     if kind == "GPU" and count > 1 and memory_bytes is None:
@@ -225,7 +225,7 @@ def set_threads(*, inter: int | None = None, intra: int | None = None) -> None:
     """
     for name, count in (("inter", inter), ("intra", intra)):
         if count is not None:
-            _whole(name, count, least=0)
+            whole_number(name, count, minimum=0)
     with _in_time("set_threads"):
         if inter is not None:
             tf.config.threading.set_inter_op_parallelism_threads(inter)
@@ -246,7 +246,7 @@ def set_seed(seed: int, deterministic: bool = True) -> None:
     Raises:
         InputError: a seed out of range.
     """
-    _whole("seed", seed, least=0)
+    whole_number("seed", seed, minimum=0)
     if seed >= 2**32:
         raise InputError(f"`seed` must be below 2**32. Received: seed={seed}.")
     keras.utils.set_random_seed(seed)
@@ -320,12 +320,8 @@ def _visible_gpus(setter: str) -> list[tf.config.PhysicalDevice]:
 
 
 def _mebibytes(memory_bytes: int) -> int:
-    _whole("memory_bytes", memory_bytes, least=_MIB)
+    whole_number("memory_bytes", memory_bytes, minimum=_MIB)
     return memory_bytes // _MIB
-
-
-def _whole(name: str, value: object, *, least: int) -> None:
-    whole_number(name, value, minimum=least)
 
 
 @contextmanager
