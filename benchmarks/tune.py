@@ -43,9 +43,7 @@ def run(seed: int, sampler: str, trials: int, parallel: int) -> dict:
     what = recipe.make({**RECIPE, "seed": seed, "split_seed": seed})
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = tune.study(
-            what, Path(folder) / "study", trials=trials, sampler=sampler, parallel=parallel, seed=seed
-        )
+        found = tune.study(what, Path(folder) / "study", trials=trials, sampler=sampler, parallel=parallel, seed=seed)
     assert found.own is not None and found.own.value is not None and found.own_test_accuracy is not None
     assert found.test_accuracy is not None
     return {

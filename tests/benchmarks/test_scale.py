@@ -43,8 +43,16 @@ def test_a_model_is_predicted_from_the_others():
 def test_a_point_by_hand():
     quick = Link(bandwidth_bytes_s=1e9, latency_s=0)
     run = scale.Run(
-        parameters=1e6, compute_s=1.0, deviation=0.0, within=quick, across=quick, save_s=2.0, storage_bytes_s=1e9,
-        gpu_mtbf_s=1600.0, detect_s=1.0, start_s=2.0,
+        parameters=1e6,
+        compute_s=1.0,
+        deviation=0.0,
+        within=quick,
+        across=quick,
+        save_s=2.0,
+        storage_bytes_s=1e9,
+        gpu_mtbf_s=1600.0,
+        detect_s=1.0,
+        start_s=2.0,
     )
     row = scale.point(run, 16)
     # 8 in a node: 2 * 7/8 * 4 ms. 2 nodes: 2 * 1/2 * 0.5 ms.

@@ -10,9 +10,7 @@ from tfgpu.callbacks.progress import Progress, line
 
 
 def console(terminal: bool) -> Console:
-    return Console(
-        file=io.StringIO(), force_terminal=terminal, width=120, highlight=False, _environ={"TERM": "xterm"}
-    )
+    return Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False, _environ={"TERM": "xterm"})
 
 
 @pytest.fixture

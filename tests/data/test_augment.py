@@ -113,9 +113,7 @@ def test_each_place_gets_its_own_change_however_the_epoch_is_cut(stage):
 
 
 def test_adjacent_geometric_stages_are_one_resampling():
-    stages = parse_stages(
-        ["shift", "rotate", "flip", "zoom", "noise", "crop", ("shift", {"fill": "reflect"})]
-    )
+    stages = parse_stages(["shift", "rotate", "flip", "zoom", "noise", "crop", ("shift", {"fill": "reflect"})])
     blocks = [[name for name, _ in block] for block in augment._blocks(stages)]
     assert blocks == [["shift", "rotate", "flip", "zoom"], ["noise"], ["crop"], ["shift"]]
 

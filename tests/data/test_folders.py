@@ -77,9 +77,7 @@ def test_grey_alpha_and_jpeg_and_bmp(tmp_path):
     assert open_source(str(tmp_path)).array[:, 0, 0].tolist() == [[7], [9]]
     put(tmp_path / "b" / "2.png", image(9, channels=4))
     put(tmp_path / "b" / "3.jpg", image(50))
-    header = b"BM" + bytes(
-        [58, 0, 0, 0, 0, 0, 0, 0, 54, 0, 0, 0, 40, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 1, 0, 24, 0]
-    )
+    header = b"BM" + bytes([58, 0, 0, 0, 0, 0, 0, 0, 54, 0, 0, 0, 40, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 1, 0, 24, 0])
     (tmp_path / "b" / "4.bmp").write_bytes(header + bytes(24) + bytes([3]) * 64)
     array = open_source(str(tmp_path)).array
     assert array.shape == (5, 4, 5, 3)

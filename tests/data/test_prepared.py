@@ -52,9 +52,7 @@ def test_a_prepared_dataset_is_read_with_its_own_parts(squares):
     seen = {}
     for part in (data.train, data.validation):
         for x, y in part:
-            seen.update(
-                {round(float(v) * 25.5): int(label) for v, label in zip(x[:, 0, 0, 0], y, strict=True)}
-            )
+            seen.update({round(float(v) * 25.5): int(label) for v, label in zip(x[:, 0, 0, 0], y, strict=True)})
     assert seen == {i: i % 2 for i in range(20)}
 
 

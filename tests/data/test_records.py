@@ -33,11 +33,7 @@ def flip(path, place):
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
 def test_images_are_read_back_exactly(path, memory_bytes):
     examples = open_source(str(path), Reading(memory_bytes=memory_bytes))
-    x = (
-        examples.array
-        if memory_bytes
-        else np.stack([examples.load(tf.constant(i, tf.int64)) for i in range(12)])
-    )
+    x = examples.array if memory_bytes else np.stack([examples.load(tf.constant(i, tf.int64)) for i in range(12)])
     assert np.array_equal(x, np.stack([x for x, _ in images(12)]))
     assert examples.labels.tolist() == [i % 3 for i in range(12)]
 

@@ -55,9 +55,7 @@ def test_training_on_a_drive_that_fails_ends_as_on_one_that_does_not():
 @pytest.mark.slow
 def test_a_drive_that_keeps_failing_is_reported_and_checkpoints_stay(tmp_path):
     bad = Drive({4: 100})
-    with pytest.raises(
-        Exception, match=r"The data failed 3 times in a row after 4 elements: .*stale file handle"
-    ):
+    with pytest.raises(Exception, match=r"The data failed 3 times in a row after 4 elements: .*stale file handle"):
         trained(retry(bad.data(), limit=2, wait_s=0), Checkpoint(tmp_path, every_steps=1))
     bad.left = {}
     again = trained(retry(bad.data(), limit=2, wait_s=0), Checkpoint(tmp_path, every_steps=1))
@@ -91,9 +89,7 @@ def test_each_try_waits_twice_as_long(monkeypatch):
 
 def test_permanent_errors_are_not_retried():
     bad = tf.data.Dataset.range(3).map(lambda n: tf.reshape(n, [tf.cast(n, tf.int32)]))  # 0 is no shape of one number
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match="The data cannot be read beyond 0 elements: .*shape"
-    ):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="The data cannot be read beyond 0 elements: .*shape"):
         list(retry(bad, wait_s=100.0))
 
 

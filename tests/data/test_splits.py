@@ -42,9 +42,7 @@ def test_parts_are_disjoint_whole_repeatable_and_hold_every_class(labels, seed, 
     assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(labels)))
     sides = {name: set(groups[indices].tolist()) for name, indices in parts.items()}
     assert (
-        not sides["train"] & sides["validation"]
-        | sides["train"] & sides["test"]
-        | sides["validation"] & sides["test"]
+        not sides["train"] & sides["validation"] | sides["train"] & sides["test"] | sides["validation"] & sides["test"]
     )
     if not copied:
         asked = 1 + (validation > 0) + (test > 0)
@@ -69,9 +67,7 @@ def test_copies_stay_on_one_side():
     assert not rows[0] & rows[1] and not rows[0] & rows[2] and not rows[1] & rows[2]
 
 
-@pytest.mark.parametrize(
-    "fractions", [(-0.1, 0.1), (1.0, 0.0), (0.5, 0.5), ("a", 0.1), (True, 0.1), (float("nan"), 0)]
-)
+@pytest.mark.parametrize("fractions", [(-0.1, 0.1), (1.0, 0.0), (0.5, 0.5), ("a", 0.1), (True, 0.1), (float("nan"), 0)])
 def test_impossible_fractions_are_named(fractions):
     with pytest.raises(InputError, match="validation"):
         split(np.zeros(10, int), validation=fractions[0], test=fractions[1])

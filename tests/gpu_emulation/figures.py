@@ -1,8 +1,8 @@
 """What a training step of two known models does on GPUs, as the table of docs/gpu.md.
 
-    python tests/gpu_emulation/figures.py            # prints the table
-    python tests/gpu_emulation/figures.py --write    # writes it into docs/gpu.md
-    python tests/gpu_emulation/figures.py --chain    # prints how many collectives of ResNet-50 wait for each other
+python tests/gpu_emulation/figures.py            # prints the table
+python tests/gpu_emulation/figures.py --write    # writes it into docs/gpu.md
+python tests/gpu_emulation/figures.py --chain    # prints how many collectives of ResNet-50 wait for each other
 """
 
 import argparse

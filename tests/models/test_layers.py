@@ -10,9 +10,7 @@ def test_the_class_token_stands_first():
     layer = layers.ClassToken()
     layer.build((None, 2, 3))
     layer.token.assign([[[7.0, 8.0, 9.0]]])
-    np.testing.assert_array_equal(
-        layer(np.ones((2, 2, 3), "float32")), [[[7, 8, 9], [1, 1, 1], [1, 1, 1]]] * 2
-    )
+    np.testing.assert_array_equal(layer(np.ones((2, 2, 3), "float32")), [[[7, 8, 9], [1, 1, 1], [1, 1, 1]]] * 2)
 
 
 def test_positions_are_added():

@@ -19,26 +19,18 @@ def layers_of(model, kind):
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("normalization", parts.NORMALIZATIONS)
 def test_every_normalization_in_every_model(name, normalization):
-    options = (
-        {"depth": 8} if name == "resnet" else {"filters": [12, 6]} if name == "cnn" else {"widths": [12]}
-    )
+    options = {"depth": 8} if name == "resnet" else {"filters": [12, 6]} if name == "cnn" else {"widths": [12]}
     with keras.StatelessScope(initialize_variables=False):
         model = models.build(
             name, input_shape=(8, 8, 1), classes=3, options={**options, "normalization": normalization}
         )
     found = {
-        "batch": [
-            layer for layer in layers_of(model, keras.layers.BatchNormalization) if not layer.synchronized
-        ],
-        "sync_batch": [
-            layer for layer in layers_of(model, keras.layers.BatchNormalization) if layer.synchronized
-        ],
+        "batch": [layer for layer in layers_of(model, keras.layers.BatchNormalization) if not layer.synchronized],
+        "sync_batch": [layer for layer in layers_of(model, keras.layers.BatchNormalization) if layer.synchronized],
         "layer": layers_of(model, keras.layers.LayerNormalization),
         "group": layers_of(model, keras.layers.GroupNormalization),
     }
-    assert [kind for kind, layers in found.items() if layers] == (
-        [] if normalization == "none" else [normalization]
-    )
+    assert [kind for kind, layers in found.items() if layers] == ([] if normalization == "none" else [normalization])
     kernels = layers_of(model, keras.layers.Conv2D) + layers_of(model, keras.layers.Dense)[:-1]
     assert all(layer.use_bias == (normalization == "none") for layer in kernels)
 
@@ -93,9 +85,7 @@ def test_wrong_classes_are_refused_by_every_builder(name, classes):
 @pytest.mark.parametrize("name", ["cnn", "resnet", "vit"])
 @pytest.mark.parametrize("shape", [(8, 8), (64,), (8, 8, 0), (None, None, 3), "8x8", 8, None])
 def test_image_models_say_which_shape_they_need(name, shape):
-    with pytest.raises(
-        InputError, match=rf"Model '{name}' needs `input_shape` as \(height, width, channels\)"
-    ):
+    with pytest.raises(InputError, match=rf"Model '{name}' needs `input_shape` as \(height, width, channels\)"):
         models.BUILDERS[name](shape, 10)
 
 

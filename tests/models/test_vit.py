@@ -32,9 +32,7 @@ def test_small_parameters_by_hand():
     tokens = 4 * 8 + 8 + 8 + 17 * 8
     attention = 4 * (8 * 8 + 8)
     block = 16 + attention + 16 + 8 * 32 + 32 + 32 * 8 + 8
-    assert (
-        trainable(sketch((8, 8, 1), 3, width=8, depth=1, heads=2, patch=2)) == tokens + block + 16 + 8 * 3 + 3
-    )
+    assert trainable(sketch((8, 8, 1), 3, width=8, depth=1, heads=2, patch=2)) == tokens + block + 16 + 8 * 3 + 3
 
 
 @pytest.mark.parametrize(

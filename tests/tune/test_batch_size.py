@@ -307,9 +307,7 @@ def test_a_busy_machine_and_a_refused_recipe_are_noted():
     about = {"replicas": 1, "examples": 100, "made_up": True, "device": "CPU", "missing": ""}
     tries = [BatchTry(8, True, 100.0, (90.0, 105.0)), BatchTry(16, True, 200.0, (150.0, 250.0))]
     found = _result(SMALL, [*tries, BatchTry(32, True, 300.0, (250.0, 330.0))], about, Bounds(8, 32), "auto", True, {})
-    assert (
-        found.notes[0] == "All batches up to 32, the largest tried, fit." and "differ by 27%" in found.notes[1]
-    )
+    assert found.notes[0] == "All batches up to 32, the largest tried, fit." and "differ by 27%" in found.notes[1]
     found = _result(SMALL, tries[:1], about, Bounds(8, 100), "auto", False, {8: "Too few updates."})
     assert found.largest is None and found.notes == ("The recipe is invalid with these settings: Too few updates.",)
 

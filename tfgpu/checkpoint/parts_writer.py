@@ -11,8 +11,8 @@ from tfgpu import atomic
 from tfgpu.checkpoint import manifest, storage, streamed
 from tfgpu.checkpoint.disks import Disks
 from tfgpu.checkpoint.manifest import FACTS, Position
-from tfgpu.checkpoint.messages import Messages
 from tfgpu.core.state.parts import StateParts
+from tfgpu.core.workers.messages import Messages
 from tfgpu.errors import MachineError
 
 

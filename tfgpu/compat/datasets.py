@@ -166,11 +166,67 @@ def name_of(dataset: tf.data.Dataset) -> str:
         >>> name_of(tf.data.Dataset.range(3).shuffle(3)), name_of(tf.data.Dataset.range(3).batch(2))
         ('shuffle', 'batch')
     """
-    name = re.sub(r"Dataset(V\d)?$", "", type(dataset).__name__).strip("_")
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().removeprefix("parallel_")
+    name = snake_case(re.sub(r"Dataset(V\d)?$", "", type(dataset).__name__).strip("_")).removeprefix("parallel_")
     return {"tensor_slice": "from_tensor_slices", "tensor": "from_tensors", "generator": "from_generator"}.get(
         name, name
     )
+
+
+def flat(structure: object) -> list:
+    """The leaves of a structure as tf.data sees it: a list is a leaf."""
+    return nest.flatten(structure)
+
+
+def flat_up_to(shallow: object, given: object) -> list:
+    """What `given` has in the places of another structure's leaves.
+
+    Raises:
+        TypeError, ValueError: it does not have that structure.
+    """
+    return nest.flatten_up_to(shallow, given)
+
+
+def packed(structure: object, leaves: Sequence) -> object:
+    """Leaves in a structure."""
+    return nest.pack_sequence_as(structure, list(leaves))
+
+
+def snake_case(name: str) -> str:
+    """A name as Python writes it.
+
+    Example:
+        >>> snake_case("ParallelMap")
+        'parallel_map'
+    """
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What TensorFlow has measured of a stage of a running iterator.
+
+    Attributes:
+        name: the stage's, such as `ParallelMapV2`.
+        seconds: that it has taken, without those of the stages that it reads from; of all threads together.
+        inputs: numbers of the stages that it reads from.
+    """
+
+    name: str
+    seconds: float
+    inputs: tuple[int, ...]
+
+
+def costs_of(iterator: tf.data.Iterator) -> tuple[dict[int, StageCost], int]:
+    """What the stages of an iterator have cost, by number, and the last stage's number; nothing if that is unknown."""
+    try:
+        model = tf.data.experimental.get_model_proto(iterator)
+    except (tf.errors.OpError, ValueError):  # its options switch autotuning off
+        return {}, 0
+    nodes = {
+        number: StageCost(node.name, 1e-9 * node.processing_time, tuple(node.inputs))
+        for number, node in model.nodes.items()
+    }
+    return nodes, model.output
 
 
 def is_in_debug_mode() -> bool:

@@ -33,7 +33,7 @@ from keras.src.random import seed_generator
 from keras.src.random.seed_generator import SeedGenerator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
@@ -50,6 +50,7 @@ __all__ = [
     "LossScaleOptimizer",
     "MeanMetricWrapper",
     "MultiOptimizer",
+    "OrderedEnqueuer",
     "PyDatasetAdapter",
     "RNN",
     "SeedGenerator",

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.trainer import model_supports_jit
 
-from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator, MeanMetricWrapper
+from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator, MeanMetricWrapper, PyDatasetAdapter
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
@@ -110,6 +110,11 @@ def arrays_of(adapter: ArrayDataAdapter) -> object:
 def shuffles(adapter: ArrayDataAdapter) -> bool | str:
     """The argument `shuffle` of `fit`."""
     return adapter._shuffle
+
+
+def standardized(adapter: PyDatasetAdapter, batch: object) -> object:
+    """A batch of a `PyDataset` as `fit` takes it: a tuple or a dict, with the weights of `class_weight`."""
+    return adapter._standardize_batch(batch)
 
 
 def concatenate(batches: list):

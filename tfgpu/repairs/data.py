@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from tfgpu.core.dealing import sharing
 from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.randomness import data_order
 from tfgpu.repairs.repair import Repair
@@ -21,13 +22,18 @@ def order_depends_on_the_process() -> bool:
     return orders[0] != orders[1]
 
 
+def _shard_and_deal() -> None:
+    sharded_dataset.shard_batches()
+    sharing.share_python_data()
+
+
 REPAIRS = (
     Repair(
         name="even-pieces",
         fault=("a short batch goes to the first replicas only; workers get files, so a batch holds other rows"),
         issue="https://github.com/tensorflow/tensorflow/issues/36846",
         probe=short_batch_is_split_unevenly,
-        apply=sharded_dataset.shard_batches,
+        apply=_shard_and_deal,
     ),
     Repair(
         name="one-order",

@@ -21,6 +21,7 @@ Which option applies where:
 | `unproven` | yes | yes | yes | - | - |
 | `check_replicas`, `on_difference` | - | yes | yes | - | - |
 | `reduce_dtype`, `top_k` | - | yes | yes | - | - |
+| `python_data` | - | - | yes | - | - |
 | `max_staleness`, `partitioner`, `watch` | - | - | - | yes | - |
 | `every`, `after`, `outer` | - | - | - | - | yes |
 

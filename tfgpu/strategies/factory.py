@@ -22,7 +22,7 @@ _COMMUNICATION = _CHECKS | {"all_reduce", "bytes_per_pack", "reduce_dtype", "top
 _FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
     "one_device": (one_device, frozenset({"devices", "unproven"})),
     "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
-    "multi_worker": (multi_worker, _COMMUNICATION | {"devices"}),
+    "multi_worker": (multi_worker, _COMMUNICATION | {"devices", "python_data"}),
     "parameter_server": (parameter_server, frozenset({"max_staleness", "partitioner", "watch"})),
     "averaging": (averaging, frozenset({"devices", "all_reduce", "bytes_per_pack", "every", "after", "outer"})),
 }
@@ -45,6 +45,7 @@ def strategy(
     unproven: str = "gather",
     check_replicas: str | int = "auto",
     on_difference: str = "stop",
+    python_data: str = "deal",
     max_staleness: int | None = None,
     partitioner: Partitioner = "auto",
     watch: str | Path | None = None,
@@ -87,6 +88,8 @@ def strategy(
             compared before it is written, except with `"off"`. See `docs/checkpoints.md`.
         on_difference: what becomes of a difference: `"stop"`, an error that names the replica and the variable; or
             `"chief"`, a warning, and all go on from the chief's values.
+        python_data: how several workers read a `PyDataset` or a generator: `"deal"`, each batch is made by one worker,
+            which sends the others their rows (`docs/data.md`); or `"everywhere"`, every worker makes whole batches.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -123,6 +126,7 @@ def strategy(
         "unproven": (unproven, "gather"),
         "check_replicas": (check_replicas, settings.DEFAULT),
         "on_difference": (on_difference, "stop"),
+        "python_data": (python_data, "deal"),
         "partitioner": ("auto" if is_evaluator else partitioner, "auto"),
     }
     given |= {name: value for name, (value, default) in named.items() if value != default}

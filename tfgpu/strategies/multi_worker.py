@@ -6,6 +6,7 @@ from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import devices_initialized, worker_devices
 from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
+from tfgpu.core.dealing import sharing
 from tfgpu.core.randomness import data_order
 from tfgpu.core.row_mixing import choices
 from tfgpu.environment import Device
@@ -27,6 +28,7 @@ def multi_worker(
     unproven: str = "gather",
     check_replicas: str | int = "auto",
     on_difference: str = "stop",
+    python_data: str = "deal",
     cluster: Cluster | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
@@ -40,7 +42,7 @@ def multi_worker(
         all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
             GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
             devices communicate, for workers of several devices on a slow network. All workers must choose the same.
-        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven, check_replicas, on_difference: as for
+        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven, check_replicas, on_difference, python_data: as for
             `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
@@ -60,13 +62,11 @@ def multi_worker(
     communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
     chosen = _worker_devices(devices)
     implementation = communication.choose_implementation(all_reduce, chosen)
-    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     if implementation == tf.distribute.experimental.CommunicationImplementation.NCCL:
         communication.check_nccl_dtype(reduce_dtype)
     found = make_resolver(cluster, _training_jobs(cluster), gpus=sum(device.kind == "GPU" for device in chosen))
     if not devices_initialized():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
-        # `tfgpu run` has met the others once, at the start. Meet again here: TensorFlow would wait for a worker whose
-        # script has not come this far for an hour, silently, while it keeps Python from running.
+        # `tfgpu run` has met the others at the start. Meet again: TensorFlow would wait an hour for one that is late.
         told = communication.facts(
             chosen,
             implementation,
@@ -78,13 +78,15 @@ def multi_worker(
             unproven=unproven,
             check_replicas=check_replicas,
             on_difference=on_difference,
+            python_data=python_data,
         )
         rendezvous.join(cluster, again=True, facts=data_order.facts() | told)
     repairs.repair_keras()
-    made = _make(found, chosen, options)
+    made = _make(found, chosen, tf.distribute.experimental.CommunicationOptions(implementation=implementation))
     communication.set_up(made, all_reduce, bytes_per_pack)
-    made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
-    return settings.choose(communication.compress(made, reduce_dtype, top_k), checks)
+    made = sharing.choose(batch_normalization.choose_moments(made, batch_norm), python_data)
+    made = communication.compress(choices.choose_unproven(made, unproven), reduce_dtype, top_k)
+    return settings.choose(made, checks)
 
 
 def _training_jobs(cluster: Cluster) -> dict[str, list[str]]:

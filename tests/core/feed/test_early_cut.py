@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.core.feed import early_cut
+from tfgpu.core.feed import costs, early_cut
 from tfgpu.core.worker_rows import Ranges
 
 ROWS = 23
@@ -251,3 +251,27 @@ def test_the_log_names_what_every_worker_runs(make, words, caplog):
         for rank in (1, 0):
             early_cut.rows_of(make(), Ranges((rank,), 2))
     assert words in caplog.text and caplog.text.count("Every worker runs") == bool(words)
+
+
+@pytest.mark.parametrize(("rows", "buffer", "name"), [(400, 9, "map (function)"), (60, 60, "all that `shuffle` reads")])
+def test_what_every_worker_runs_is_said_with_its_cost(rows, buffer, name, caplog):
+    """The costs are those of the iterator that the training reads: nothing is read besides."""
+    dataset = decoded(source(rows)).shuffle(buffer, seed=4).map(by_element).batch(5).prefetch(1)
+    cut, obstacle = early_cut.find(dataset)
+    note, ranges = early_cut.Note(dataset, cut, obstacle), Ranges((0,), 2)
+    iterator = iter(early_cut.rows_of(dataset, ranges).make(ranges))
+    for _ in range(2):
+        next(iterator)
+    found = costs.measure(iterator, 2, cut, note.stages, rows // 5)
+    assert 0 < found.share <= 1 and found.batch_ms > 0 and name in dict(found.largest), found
+    whole = iter(dataset)
+    next(whole)
+    assert costs.measure(whole, 1, None, note.stages, rows // 5).share == 1
+    with caplog.at_level("INFO", logger="tfgpu"):
+        note.tell(found)
+    assert f" They take {found}. The last that it cannot share is `shuffle`. It decides which elements" in caplog.text
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    silent = iter(dataset.with_options(options))
+    next(silent)
+    assert costs.measure(silent, 1, None, note.stages, rows // 5) is None

@@ -79,9 +79,7 @@ def in_tasks(model):
                 trained = incremental.Distilled(model, old, weight=0.5)
                 compiled(trained, model.optimizer)
         data = tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).shuffle(ROWS, seed=now).batch(7)
-        history = trained.fit(
-            replay.mix(data, 0.4), epochs=EPOCHS, callbacks=[tasks.checkpoint(), Dies()], verbose=0
-        )
+        history = trained.fit(replay.mix(data, 0.4), epochs=EPOCHS, callbacks=[tasks.checkpoint(), Dies()], verbose=0)
         replay.add(X[rows], Y[rows])
         elastic.add(model, X[rows], Y[rows], examples=10)
         tasks.end(model, history.history)

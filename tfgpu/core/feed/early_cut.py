@@ -18,9 +18,9 @@ import tensorflow as tf
 from tfgpu.compat import datasets, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat.datasets import Batch, Map
-from tfgpu.core import worker_rows
-from tfgpu.core.feed import notes, rewriting, row_functions
-from tfgpu.core.feed.notes import Obstacle
+from tfgpu.core import step_blocks, worker_rows
+from tfgpu.core.feed import rewriting, row_functions
+from tfgpu.core.feed.notes import Note, Obstacle
 from tfgpu.core.feed.rewriting import Branches, Cut
 from tfgpu.core.feed.row_functions import Kind
 from tfgpu.core.worker_rows import Ranges, WorkerRows
@@ -44,7 +44,11 @@ def rows_of(dataset: tf.data.Dataset, ranges: Ranges) -> WorkerRows | None:
 def _rows_of(dataset: tf.data.Dataset, ranges: Ranges) -> WorkerRows | None:
     cut, obstacle = find(dataset)
     if obstacle is not None and ranges.shards[0] == 0:  # the chief
-        notes.tell(dataset if cut is None else cut.base, obstacle)
+        note, run = Note(dataset, cut, obstacle), step_blocks.current()
+        if run is None or run.kind != "train" or run.block is not None:  # validation begins after the first epoch
+            note.tell()
+        else:
+            note.tell_with_cost(run)
     if cut is None:
         return None
 

@@ -1,14 +1,20 @@
-"""Says which stages of a dataset every worker runs, and how to share them."""
+"""Says which stages of a dataset every worker runs, what that costs, and how to share them."""
 
 import logging
+from dataclasses import dataclass
 from enum import Enum
 
 import tensorflow as tf
 
 from tfgpu.compat import datasets
 from tfgpu.compat import tensorflow as private
+from tfgpu.core import step_blocks
+from tfgpu.core.feed import costs
+from tfgpu.core.feed.rewriting import Cut
 
 _log = logging.getLogger(__name__)
+BATCHES = 10
+"""So many batches are read before the cost of stages is told; fewer if the run ends."""
 _PASSED = frozenset("prefetch options batch padded_batch repeat take skip assert_cardinality".split())
 _PYTHON = (
     "Python makes its batches: a generator, or a PyDataset. To share the work, make a dataset of places or paths, and "
@@ -36,24 +42,76 @@ class Obstacle(Enum):
     STRUCTURE = "It takes sparse or ragged tensors. Give it plain ones"
 
 
-def tell(dataset: tf.data.Dataset, obstacle: Obstacle) -> None:
-    """Logs which costly stages every worker runs; nothing if there are none.
+@dataclass(frozen=True)
+class Note:
+    """That every worker runs stages of a dataset.
 
-    Args:
-        dataset: what every worker makes.
-        obstacle: why its last stage is not shared.
+    Attributes:
+        dataset: the dataset.
+        cut: of it; None if every worker makes all of it.
+        obstacle: why the last of the stages is not shared.
     """
-    stages = names(dataset)
-    kinds = [stage.split(" ")[0] for stage in stages]
-    if not _COSTLY.intersection(kinds):
-        return
-    last = max((at for at, kind in enumerate(kinds) if kind not in _PASSED), default=len(kinds) - 1)
-    _log.info(
-        "Every worker runs these stages of a dataset for all rows: %s. The last that it cannot share is `%s`. %s.",
-        ", ".join(stages),
-        stages[last],
-        _PYTHON if kinds[last] == "from_generator" else obstacle.value,
-    )
+
+    dataset: tf.data.Dataset
+    cut: Cut | None
+    obstacle: Obstacle
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of what every worker runs, the source first."""
+        return names(self.dataset if self.cut is None else self.cut.base)
+
+    def tell(self, cost: costs.Cost | None = None) -> None:
+        """Logs which costly stages every worker runs; nothing if there are none."""
+        stages = self.stages
+        kinds = [stage.split(" ")[0] for stage in stages]
+        if not _COSTLY.intersection(kinds):
+            return
+        last = max((at for at, kind in enumerate(kinds) if kind not in _PASSED), default=len(kinds) - 1)
+        _log.info(
+            "Every worker runs these stages of a dataset for all rows: %s.%s The last that it cannot share is `%s`. "
+            "%s.",
+            ", ".join(stages),
+            "" if cost is None else f" They take {cost}.",
+            stages[last],
+            _PYTHON if kinds[last] == "from_generator" else self.obstacle.value,
+        )
+
+    def tell_with_cost(self, run: step_blocks.Run) -> None:
+        """Logs it when the first batches of a run have been read, with what the stages have cost.
+
+        Args:
+            run: that is about to read the dataset.
+        """
+        _Measuring(self, run)
+
+
+class _Measuring:
+    """Waits for the first batches of a run."""
+
+    def __init__(self, note: Note, run: step_blocks.Run):
+        self._note, self._run, self._batches, self._is_told = note, run, 0, False
+        run.after_block.append(self._after_block)
+        run.exits.callback(self._tell)
+
+    def _after_block(self, steps: int, seconds: float) -> None:
+        self._batches += steps
+        if self._batches >= BATCHES:
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._note.tell(self._cost())
+
+    def _cost(self) -> costs.Cost | None:
+        block, note = self._run.block, self._note
+        iterator = None if block is None else block.iterator
+        data = getattr(iterator, "data", None)
+        if getattr(data, "dataset", None) is not note.dataset or not isinstance(iterator.unread, tf.data.Iterator):
+            return None
+        cut, epoch = note.cut if iterator.has_rows else None, int(note.dataset.cardinality())
+        return costs.measure(iterator.unread, self._batches, cut, note.stages, epoch)
 
 
 def names(dataset: tf.data.Dataset) -> list[str]:

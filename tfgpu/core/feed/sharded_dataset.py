@@ -16,6 +16,7 @@ from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import nested_functions, replication, step_blocks, step_context, worker_rows, worker_vote
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
+from tfgpu.core.dealing import sharing
 from tfgpu.core.feed import early_cut
 from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.workers import ledger
@@ -127,7 +128,10 @@ class ShardedDataset:
 
 
 def _worker_rows(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> worker_rows.WorkerRows | None:
-    return worker_rows.of(dataset) or early_cut.rows_of(dataset, ranges_of(strategy))
+    found, ranges = worker_rows.of(dataset), ranges_of(strategy)
+    if found is None and sharing.is_made_by_python(dataset):
+        return sharing.rows_of(strategy, dataset, ranges)
+    return found or early_cut.rows_of(dataset, ranges)
 
 
 class Given(Enum):

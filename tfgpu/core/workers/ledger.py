@@ -288,11 +288,15 @@ class Ledger:
         """The error for a worker whose server does not answer; None if all do."""
         for rank in range(len(self.names)) if ranks is None else ranks:
             if rank != self.rank and not coordination.answers(self.tasks[rank]):
-                return MachineError(
-                    f"{self.names[rank]} no longer answers: it has ended, is stopped, or has lost its network. "
-                    "Start all workers again: training resumes from the newest checkpoint, if the script writes any."
-                )
+                return self.gone(rank)
         return None
+
+    def gone(self, rank: int) -> MachineError:
+        """The error for a worker that does not answer."""
+        return MachineError(
+            f"{self.names[rank]} no longer answers: it has ended, is stopped, or has lost its network. "
+            "Start all workers again: training resumes from the newest checkpoint, if the script writes any."
+        )
 
     def _decide(self, text: str) -> str:
         if not coordination.put(self._verdict, text):

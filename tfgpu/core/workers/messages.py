@@ -1,4 +1,4 @@
-"""Texts that workers leave for each other while they write: their main threads train meanwhile, with collectives."""
+"""Texts that workers leave for each other about one thing, such as a save, from any thread and without collectives."""
 
 import time
 
@@ -12,7 +12,7 @@ _LONGEST = 1 << 18
 
 
 class Messages:
-    """The texts about one save.
+    """The texts about one thing that all workers do.
 
     Args:
         scope: a name for it that all workers have.
@@ -25,7 +25,7 @@ class Messages:
         found = ledger.current()
         if found is None:
             raise MachineError(
-                "Workers that save together need TensorFlow's coordination service, and this process has none. "
+                "Workers that write, or share data, need TensorFlow's coordination service, and this process has none. "
                 "Make the strategy with `tfgpu.strategy()`, and leave TensorFlow's experimental settings of it alone."
             )
         self._ledger, self._scope = found, scope
@@ -53,8 +53,17 @@ class Messages:
         count = int(self._wait(f"{key}/count", rank))
         return "".join(self._wait(f"{key}/{at}", rank) for at in range(count))
 
+    def of_all(self, key: str, mine: str) -> list[str]:
+        """Every worker's text, in the order of the workers. Every worker must call it, with the same key.
+
+        Raises:
+            MachineError: a worker no longer answers.
+        """
+        self.put(f"{key}/{self._ledger.rank}", mine)
+        return [self.wait(f"{key}/{rank}", rank) for rank in range(len(self._ledger.names))]
+
     def forget(self) -> None:
-        """Deletes all texts about the save, once all workers have read them."""
+        """Deletes all texts about it, once all workers have read them."""
         try:
             coordination.delete(self._scope)
         except coordination.Unreachable as error:
