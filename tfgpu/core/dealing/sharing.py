@@ -156,7 +156,7 @@ class _Sharing:
         if not self._is_generator:
             has_own = has_rows(self._source.adapter.py_dataset)
             facts = {"batches": str(self._source.adapter.num_batches), "rows(index, start, stop)": str(has_own)}
-        kept.meet(f"began to share {self._name}", facts)
+        kept.meet("began to read data", facts)
         if self._rank == 0 and number:
             coordination.delete(f"shared/{number - 1}")  # which all have read
         texts = Messages(f"shared/{number}")
