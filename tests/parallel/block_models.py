@@ -98,8 +98,10 @@ def model(heads=HEADS, keys=KEYS, lora=False):
     block = Block(heads, keys, name="block")
     made = keras.Model(inputs, table(block(table(inputs)), reverse=True))
     if lora:
-        table.trainable = False
+        for layer in (table, block.attention, block.norm, block.up):
+            layer.trainable = False
         for layer in (block.gate, block.down, block.attention.query, block.attention.key):
+            layer.trainable = True
             layer.enable_lora(2)
             layer.lora_kernel_b.assign(np.random.default_rng(1).normal(size=layer.lora_kernel_b.shape) * 0.1)
     return made

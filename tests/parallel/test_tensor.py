@@ -193,14 +193,14 @@ def test_a_frozen_layer_and_a_layer_without_decay_stay_so():
     def built(spread):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((4,)), *[keras.layers.Dense(4, name=name) for name in "abc"]])
-        model.get_layer("a").trainable = False
+        model.get_layer("a").trainable = model.get_layer("b").trainable = False
         spread(model)
         with model.distribute_strategy.scope():
             optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
             optimizer.exclude_from_weight_decay([model.get_layer("c").kernel])
             model.compile(optimizer, "mse", jit_compile=False)
         model.fit(np.ones((4, 4)), np.ones((4, 4)), epochs=2, verbose=0)
-        model.get_layer("a").trainable = True
+        model.get_layer("a").trainable = model.get_layer("b").trainable = True
         assert len(model.trainable_variables) == len(model.weights)
         return model.get_weights()
 

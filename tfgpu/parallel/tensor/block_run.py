@@ -243,7 +243,8 @@ class _Pass:
         entries, at = self.run.entries, self._position
         self._position += 1
         if at == len(entries):
-            entries.append(_Entry(layer, self._region is not None and style != "whole"))
+            is_split = style in ("column", "key_value", "row")
+            entries.append(_Entry(layer, self._region is not None and style != "whole" and not is_split))
             if entries[at].is_in_region and layers_private.own_non_trainable(layer):
                 raise InputError(
                     f"{layer.name!r} keeps a state, and {self.run.block.path!r} calls it on each device's part. Give "

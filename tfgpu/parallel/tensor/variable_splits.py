@@ -69,13 +69,14 @@ def _create_shards(variable: keras.Variable, axis: int, placements, strategy, ma
 
 
 def _replace(layer: keras.layers.Layer, shards_of: dict[int, list]) -> None:
-    order = layers.own_variables(layer)
+    order, may_train = layers.own_variables(layer), {id(variable) for variable in layers.own_trainable(layer)}
     with layers.unlocked(layer) as (untrack, track):
         for variable in order:
             untrack(variable)
         for variable in order:
             trains = variable.trainable
             for each in shards_of.get(id(variable), [variable]):
+                each.trainable = id(variable) in may_train  # of a frozen layer too; Keras keeps two lists
                 track(each)
                 each.trainable = trains
     layer.input_spec = None
