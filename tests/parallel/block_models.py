@@ -56,7 +56,7 @@ class Block(keras.layers.Layer):
         self.attention = Attention(heads, keys, name="attention")
         self.before = keras.layers.Dropout(0.1, seed=1)
         self.norm = keras.layers.RMSNormalization(name="norm")
-        self.gate = keras.layers.Dense(12, "silu", name="gate")
+        self.gate = keras.layers.Dense(12, lambda x: ops.silu(x) + 0.1, name="gate")
         self.up = keras.layers.Dense(12, use_bias=False, name="up")
         self.between = keras.layers.Dropout(0.2, seed=2)
         self.down = keras.layers.Dense(WIDTH, name="down")

@@ -84,7 +84,8 @@ class Pair(keras.layers.Layer):
 
     def __init__(self, width=2, between=None, **kwargs):
         super().__init__(**kwargs)
-        self.up, self.down = keras.layers.Dense(width, name="up"), keras.layers.Dense(2, name="down")
+        self.up = keras.layers.Dense(width, lambda x: x * 1.0, name="up")  # of which nothing is known
+        self.down = keras.layers.Dense(2, name="down")
         self.between = between or ops.relu
 
     def build(self, shape):

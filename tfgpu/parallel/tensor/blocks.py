@@ -220,7 +220,7 @@ def _why_not(layer: keras.layers.Layer, style, ways: int, repeats: int) -> str |
     if split is not None:
         if not split_rules.is_linear(layer):
             return f"a {type(layer).__name__} cannot be split {split_rules.STYLES[split]}"
-        return split_rules.why_not_split(layer, split, ways)
+        return split_rules.why_not_split(layer, split, ways, is_planned=True)
     if isinstance(style, tuple) and repeats > 1 and repeats != ways and layer.rate:
         return f"its draws cannot be split where {repeats} devices share each key head"
     return None

@@ -87,8 +87,11 @@ def has_more_outputs(layer: keras.layers.Layer) -> bool:
     return "column" in found and "row" in found and found["column"][0] >= found["row"][0]
 
 
-def why_not_split(layer: keras.layers.Layer, style: str, ways: int) -> str | None:
-    """Why a layer, whatever its place in the model, cannot be split in a style; None where it can."""
+def why_not_split(layer: keras.layers.Layer, style: str, ways: int, *, is_planned: bool = False) -> str | None:
+    """Why a layer, whatever its place in the model, cannot be split in a style; None where it can.
+
+    Of a layer that a plan names, the activation is tried on random rows instead.
+    """
     if not layer.built:
         return "it is not built"
     if getattr(layer, "quantization_mode", None):
@@ -105,7 +108,7 @@ def why_not_split(layer: keras.layers.Layer, style: str, ways: int) -> str | Non
         low = size // ways * ways
         near = f"{low} or {low + ways}" if low else f"{ways}"
         return f"it has {size} {word}, which do not divide into {ways} shards ({near} would)"
-    if style == "column" and not _is_elementwise(layer.activation):
+    if style == "column" and not is_planned and not _is_elementwise(layer.activation):
         return "its activation depends on all outputs"
     if style == "column" and not isinstance(layer.activity_regularizer, _SUMS):
         return "its activity regularizer depends on all outputs"
