@@ -168,3 +168,53 @@ def test_adapters_take_a_fiftieth_of_a_checkpoint(tmp_path):
     model.save(tmp_path / "model.keras")
     file = export_adapters(model, tmp_path / "a")
     assert sizes["lora"] <= 0.02 * sizes[None] and file.stat().st_size <= 0.02 * sizes[None], (sizes, file.stat())
+
+
+WORKERS = """
+import json, sys
+import keras, numpy as np, tfgpu
+from tfgpu.callbacks import Checkpoint
+from tfgpu.serving import export_adapters, load_adapters
+
+folder, strategy, found = sys.argv[1], tfgpu.strategy("multi_worker", devices=["CPU:0"]), {}
+x = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+
+def base():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
+
+def made(stage):
+    with strategy.scope():
+        model = base()
+        model.layers[0].enable_lora(2)
+        model.layers[1].trainable = False
+    return tfgpu.parallel.shard(model, stage) if stage else model
+
+def fit(model, epochs, *callbacks):
+    with strategy.scope():
+        model.compile(keras.optimizers.AdamW(0.05), "mse")
+    model.fit(x, x[:, :3], 8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return model
+
+for stage in (0, 3):
+    whole = fit(made(stage), 4)
+    fit(made(stage), 2, Checkpoint(f"{folder}/run{stage}", only="lora"))
+    again = fit(made(stage), 4, Checkpoint(f"{folder}/run{stage}", only="lora"))
+    pairs = zip(whole.get_weights(), again.get_weights(), strict=True)
+    found[f"resumed {stage}"] = max(float(np.abs(one - other).max()) for one, other in pairs)
+    file = export_adapters(whole, f"{folder}/adapters{stage}")
+    kernel = np.array(whole.layers[0].lora_kernel_a.numpy())
+    if strategy.extended.should_checkpoint:
+        alone = load_adapters(base(), file)
+        found[f"loaded {stage}"] = float(np.abs(np.array(alone.layers[0].lora_kernel_a) - kernel).max())
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_two_workers_write_and_read_adapters(together, tmp_path):
+    answers = together(WORKERS, {"worker": 2}, tmp_path, timeout=500)
+    assert len(answers["worker0"]) == 4 and len(answers["worker1"]) == 2
+    assert not any(difference for found in answers.values() for difference in found.values())
