@@ -14,6 +14,7 @@ import safetensors.numpy
 import tensorflow as tf
 
 import tfgpu
+from tfgpu.compat import variables
 from tfgpu.core.state.array_slices import ArraySlices, flat_part
 from tfgpu.core.state.sharded_variable import merged
 from tfgpu.parallel import Mesh, apply, load, pipeline, place, shard, tensor
@@ -219,3 +220,62 @@ def test_a_process_holds_little_besides_its_share(tmp_path, kind):
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["model_bytes"] > 190 << 20
     assert found["load_bytes"] < 3 * found["largest_bytes"], found
+
+
+def test_a_deferred_model_takes_no_memory_and_gets_the_values_that_it_would_have_had():
+    expected = made(3)
+    with tfgpu.parallel.deferred():
+        one, other = made(3), made(3)
+    assert all(variables.is_deferred(variable) for variable in one.variables)
+    found = apply(one, Mesh(data=2), zero=3)
+    with tfgpu.strategy("mirrored", devices=TWO).scope(), tfgpu.parallel.deferred():
+        sharded = made(3)
+    for model in (found, apply(other, Mesh(tensor=2)), shard(sharded, 3)):
+        for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    layers.Dense(2)(keras.Input((3,)))  # ends a scope of Keras's that would initialize what waits
+
+
+SHARE = """
+import json, sys
+from pathlib import Path
+import keras, numpy as np, psutil, safetensors.numpy, tensorflow as tf
+import tfgpu
+
+path, width, depth = sys.argv[1], 2048, 16
+strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])
+
+def make(width, depth):
+    with strategy.scope(), tfgpu.parallel.deferred():
+        dense = [keras.layers.Dense(width, use_bias=False, name=f"layer_{at}") for at in range(depth)]
+        model = keras.Sequential([keras.Input((width,)), *dense], name="net")
+    return tfgpu.parallel.shard(model, 3)
+
+if strategy.extended.should_checkpoint:
+    for name, w, d in (("small", 8, 1), ("large", width, depth)):
+        arrays = {f"layer_{at}.kernel": np.full((w, w), at, "float32") for at in range(d)}
+        safetensors.numpy.save_file(arrays, f"{path}/{name}.safetensors")
+        del arrays
+strategy.reduce("SUM", strategy.run(lambda: tf.constant(1)), axis=None)  # the files are there
+tfgpu.parallel.load(make(8, 1), f"{path}/small.safetensors")  # what a first call imports does not count
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")
+before = psutil.Process().memory_info().rss
+model = make(width, depth)
+tfgpu.parallel.load(model, f"{path}/large.safetensors")
+lines = Path("/proc/self/status").read_text().splitlines()
+peak = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+ends = [float(kernel[0, 0]) for kernel in model.get_weights()]
+assert ends == list(range(depth)), ends
+print(json.dumps(peak - before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_a_worker_builds_and_loads_within_its_share_and_the_largest_layer(tmp_path, together, monkeypatch):
+    """16 kernels of 16 MiB over two workers: 128 MiB each, and some copies of one while it is drawn, cut and read."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    taken = together(SHARE, {"worker": 2}, tmp_path, timeout=500)
+    assert max(taken.values()) < (128 + 7 * 16) << 20 < 16 * 16 << 20, taken

@@ -49,6 +49,7 @@ LAYOUTS = {
     "mirrored": {"layout": "mirrored", "devices": ("CPU:0", "CPU:1")},
     "zero1": {"layout": "zero1", "devices": ("CPU:0", "CPU:1")},
     "zero3": {"layout": "zero3", "devices": ("CPU:0", "CPU:1")},
+    "tensor": {"layout": "tensor", "devices": ("CPU:0", "CPU:1")},
     "pipeline": {"layout": "pipeline", "devices": ("CPU:0", "CPU:1"), "microbatches": 2},
 }
 
@@ -67,7 +68,8 @@ def one(folder, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("name", "lora"), [("mirrored", None), ("zero1", 2), ("zero3", None), ("zero3", 2), ("pipeline", 2)]
+    ("name", "lora"),
+    [("mirrored", None), ("zero1", 2), ("zero3", None), ("zero3", 2), ("pipeline", 2), ("tensor", None), ("tensor", 2)],
 )
 def test_each_layout_learns_what_one_device_learns(name, lora, one, folder, tmp_path):
     expected = one[lora]

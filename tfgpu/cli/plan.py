@@ -17,6 +17,7 @@ from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel.planning import hardware, timing
 from tfgpu.parallel.planning.planner import HEADROOM, Plan, plan
+from tfgpu.parallel.planning.pretrained import DECODERS, WEIGHTS, known
 from tfgpu.parallel.planning.workload import PRECISIONS, Transformer, Workload
 
 app = typer.Typer()
@@ -63,6 +64,19 @@ class Options:
     vocabulary: Annotated[int | None, _option("Transformer: vocabulary size.")] = None
     mlp: Annotated[int | None, _option("Transformer: hidden size of the MLP [4 times --hidden].")] = None
     dropout: Annotated[bool, _option("Transformer: uses dropout, whose masks take memory.", "--dropout")] = False
+    pretrained: Annotated[
+        str | None,
+        _option(
+            f"A published model: {', '.join(DECODERS)}; with --sequence [2048].", metavar="NAME", names=lambda: DECODERS
+        ),
+    ] = None
+    lora: Annotated[int | None, _option("Pretrained: rank of LoRA [all weights are trained].")] = None
+    weights: Annotated[
+        str,
+        _option(
+            f"Pretrained: frozen weights, one of {', '.join(WEIGHTS)} [float32].", metavar="NAME", names=lambda: WEIGHTS
+        ),
+    ] = "float32"
     batch: Annotated[int | None, _option("Global batch [8 per device].")] = None
     optimizer: Annotated[
         str, _option("Optimizer name, or its number of slots per parameter [adamw].", metavar="NAME|INTEGER")
@@ -114,6 +128,7 @@ class Options:
         "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8\n\n"
         "tfgpu plan --model transformer --option depth=12 --option width=768 --option heads=12 --input-shape 1024 "
         "--classes 50257 --devices 8 --device v100-16 --precision mixed_float16\n\n"
+        "tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2 --memory 24GB\n\n"
         "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8 --batch 2048 --json plans.json"
     ),
 )
@@ -147,8 +162,9 @@ def show_plans(options: Options) -> None:
 
 def _about(options: Options, work: Workload) -> str:
     size = options.memory or f"{hardware.known(options.device).memory_bytes >> 30} GiB"
+    parameters = work.parameters if options.pretrained is None else known(options.pretrained).parameters
     return (
-        f"{work.name}: {_count(work.parameters)} parameters, batches of {options.batch or 8 * options.devices:,}, "
+        f"{work.name}: {_count(parameters)} parameters, batches of {options.batch or 8 * options.devices:,}, "
         f"{options.precision}, {options.optimizer}; {options.devices:,} × {options.device} with {size}, of which "
         f"{options.headroom:.0%} is left free"
     )
@@ -159,6 +175,11 @@ def _workload(options: Options) -> Workload:
     values = {name: getattr(options, name) for name in (*_SIZES, "mlp", "dropout")}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
     model, precision = options.model, options.precision
+    if options.pretrained is not None:
+        return _pretrained(options, given)
+    for name, value in (("lora", options.lora), ("weights", options.weights)):
+        if value not in (None, "float32"):
+            raise InputError(f"--{name} needs a published model. Received: {value}. Add --pretrained NAME.")
     if model is None:
         missing = [name for name in _SIZES if name not in given]
         if missing:
@@ -175,6 +196,15 @@ def _workload(options: Options) -> Workload:
     if model == "transformer":
         return _language_model(builder_options, dims, options.classes).workload(precision)
     return _built(model, builder_options, dims, options.classes, precision)
+
+
+def _pretrained(options: Options, given: Mapping) -> Workload:
+    """A published model, of which only the sequence's length is chosen."""
+    others = [name for name in given if name != "sequence"] + (["model"] if options.model else [])
+    if others:
+        raise InputError(f"--pretrained has its own sizes. Received: --{others[0]}. Remove it.")
+    decoder = known(options.pretrained)
+    return decoder.workload(options.sequence or 2048, options.precision, lora=options.lora, weights=options.weights)
 
 
 def _language_model(options: Mapping, shape: tuple, classes: int | None) -> Transformer:

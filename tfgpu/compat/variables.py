@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+from keras.src.backend.common import global_state
 
 
 def held(variable: keras.Variable) -> tf.Variable | None:
@@ -34,6 +35,34 @@ def set_storage_dtype(variable: keras.Variable, dtype: str) -> None:
 def set_shape(variable: keras.Variable, shape: Sequence[int]) -> None:
     """Sets the shape that a Keras variable says it has."""
     variable._shape = tuple(shape)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside the block new Keras variables take no memory: each is given its initial value by `take_value`."""
+    before = list(global_state.get_global_attribute("uninitialized_variables") or [])
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:  # otherwise the next scope that ends would initialize them all
+        global_state.set_global_attribute("uninitialized_variables", before)
+
+
+def is_deferred(variable: keras.Variable) -> bool:
+    """Whether a variable was made in `deferred` and has no value yet."""
+    return variable._value is None and variable._initializer is not None
+
+
+def take_value(variable: keras.Variable) -> np.ndarray:
+    """A variable's value, which the variable holds no longer; of a deferred one its initial value."""
+    if is_deferred(variable):
+        with tf.init_scope(), tf.device("CPU:0"):
+            value = np.asarray(variable._initializer(variable._shape, dtype=variable._dtype))
+        variable._initializer = None
+        return value
+    value = np.asarray(variable._value.numpy())
+    variable._value = None
+    return value
 
 
 @contextmanager

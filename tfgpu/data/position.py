@@ -87,6 +87,11 @@ class Epochs:
         kept = slots.of(self.train)  # lets a resumed `fit`, which gets only `train`, seek
         kept.epochs, kept.begins_anywhere = self._counter, self._counter.begins_anywhere
 
+    @property
+    def counter(self) -> Counter:
+        """What counts the epochs, for other splits of the same training."""
+        return self._counter
+
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes epoch number `epoch` (from 0) the next iteration of `train`, as a resumed run needs.
 

@@ -83,7 +83,7 @@ def make(
         made["train"].train,
         *(made[part].train if part in made else None for part in ("validation", "test")),
         _info(path, vocabulary, length, global_batch, chosen, made["train"]),
-        made["train"].train.tfgpu_epochs,
+        made["train"].counter,
     )
     learned = sum(int((example.targets != sequences.IGNORED).sum()) for example in chosen["train"])
     return Parts(data, tuple(chosen["test"]), made["train"].filled, learned)

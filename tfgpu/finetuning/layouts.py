@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfgpu.core import replication
 from tfgpu.errors import InputError
-from tfgpu.parallel import connection, hybrid
+from tfgpu.parallel import connection, hybrid, loading
 from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.zero import sharded_optimizer
 
@@ -42,8 +42,12 @@ class Layout:
     def scope(self) -> contextlib.AbstractContextManager:
         """Where the model is made and compiled."""
         if self._is_made_on_host:
-            return tf.device("CPU:0")
-        return self.strategy.scope()
+            return tf.device("CPU:0") if self.name == "pipeline" else loading.deferred()
+        held = contextlib.ExitStack()
+        held.enter_context(self.strategy.scope())
+        if self.name == "zero3":
+            held.enter_context(loading.deferred())
+        return held
 
     def spread(self, model: keras.Model, *, batch: object) -> keras.Model:
         """Spreads a model that was made in the scope.

@@ -94,7 +94,9 @@ def build(preset: Preset) -> keras.Model:
     check_library()
     models = importlib.import_module("keras_hub").models
     try:
-        task = models.CausalLM.from_preset(str(preset.folder), load_weights=False, dtype=keras.config.dtype_policy())
+        task = models.CausalLM.from_preset(
+            str(preset.folder), load_weights=False, compile=False, dtype=keras.config.dtype_policy()
+        )
     except Exception as error:  # KerasHub's loaders raise whatever their files make them raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"KerasHub builds no causal language model from {preset.folder}: {lines[0]}") from error

@@ -52,8 +52,8 @@ def write(
         return []
     found = _continued(model, tokenizer, prompts, names=names, tokens=min(tokens, length - 1), length=length)
     return [
-        Sample(tokenizer.decode(_text(p, tokenizer)), tokenizer.decode(_text(r, tokenizer)), tokenizer.decode(w))
-        for p, r, w in zip(prompts, rest, found, strict=True)
+        Sample(*(tokenizer.decode(_text(part, tokenizer)).strip() for part in parts))
+        for parts in zip(prompts, rest, found, strict=True)
     ]
 
 

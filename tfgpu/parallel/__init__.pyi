@@ -1,6 +1,7 @@
 # The public names, each with the module that holds it: type checkers read this file, and so does `__init__.py`.
 from tfgpu.parallel.connection import connect as connect
 from tfgpu.parallel.hybrid import apply as apply
+from tfgpu.parallel.loading import deferred as deferred
 from tfgpu.parallel.loading import load as load
 from tfgpu.parallel.memory import memory_by_device as memory_by_device
 from tfgpu.parallel.mesh import Mesh as Mesh

@@ -118,10 +118,10 @@ def move_variable(variable: keras.Variable, placement: DevicePlacement, strategy
         placement: where to.
         strategy: the replicas, each of which gets a copy.
     """
-    held = variables.held(variable)
-    value, trains, may_train = held.numpy(), variables.trainable_flag(variable), held.trainable
-    del held
-    variables.set_held(variable, None)  # frees its memory before the new one takes any
+    trains = may_train = variables.trainable_flag(variable)
+    if not variables.is_deferred(variable):
+        may_train = variables.held(variable).trainable
+    value = variables.take_value(variable)  # frees its memory before the new one takes any
     variables.set_trainable_flag(variable, may_train)  # of a layer that is frozen now but may train later
     with strategy.scope(), scope(placement):
         variables.initialize(variable, value)

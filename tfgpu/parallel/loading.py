@@ -1,12 +1,13 @@
 """`parallel.load`: weights from a file, straight to the devices that hold them."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import keras
 
-from tfgpu.compat import keras_hub, saving
+from tfgpu.compat import keras_hub, saving, variables
 from tfgpu.core.state import sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
@@ -17,6 +18,25 @@ _LISTED = 8
 """How many names of a kind an error lists."""
 
 Names = Mapping[str, object] | Callable[[str], object]
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Makes models without memory for their variables: `shard` and `apply` give each its parts.
+
+    One variable at a time gets its initial value, in the host's memory, and is cut; so a process needs its share of the
+    model and the largest variable. `load` then reads a file into the parts.
+
+    Example:
+        >>> from tfgpu.parallel import Mesh, apply
+        >>> with deferred():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        >>> model = apply(model, Mesh(data=2), zero=3)
+        >>> model.count_params()
+        40
+    """
+    with variables.deferred():
+        yield
 
 
 def load(model: keras.Model, path: str | Path, *, names: Names | None = None, partial: bool = False) -> keras.Model:

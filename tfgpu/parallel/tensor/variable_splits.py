@@ -47,8 +47,7 @@ def split_variables(
 
 
 def _create_shards(variable: keras.Variable, axis: int, placements, strategy, may_train: bool) -> list[keras.Variable]:
-    value = np.asarray(variables.held(variable).numpy())
-    variables.set_held(variable, None)  # frees its memory before the shards take any
+    value = variables.take_value(variable)  # frees its memory before the shards take any
     found = []
     pieces = np.array_split(value, len(placements), axis)  # those of a table of words may differ by a row
     for at, (placement, piece) in enumerate(zip(placements, pieces, strict=True)):

@@ -153,8 +153,7 @@ def _shard(variable, placement: device_placement.DevicePlacement, strategy, conf
     shard.trainable = variable.trainable
     if variable.regularizer is not None:
         shard.regularizer = _ShardRegularizer(variable)
-    sharded_variable.ShardedVariable([shard]).assign(np.asarray(variables.held(variable).numpy()))
-    variables.set_held(variable, None)  # frees its memory
+    sharded_variable.ShardedVariable([shard]).assign(variables.take_value(variable))  # frees its memory
     variable.__class__ = GatheredVariable
     return shard
 

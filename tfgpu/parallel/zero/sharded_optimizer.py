@@ -6,7 +6,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import slots
+from tfgpu.compat import slots, variables
 from tfgpu.core import replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
@@ -82,11 +82,28 @@ def shard_over(
     optimizer_slots.install()
     shard_collectives.learn_ranks(strategy)
     if stage < 3:
+        _initialize_deferred(model, strategy)
         sharding.create_shards(model.trainable_variables, strategy, config)
-    else:
-        _check_gathers(model)
-        gathered_variable.shard_parameters(model, place_of or device_placement.of_copies, strategy, config)
+        return model
+
+    def of_replicas(variable: keras.Variable) -> device_placement.DevicePlacement:
+        if variables.is_deferred(variable):
+            return device_placement.on_devices(strategy.extended.worker_devices)
+        return device_placement.of_copies(variable)
+
+    _check_gathers(model)
+    gathered_variable.shard_parameters(model, place_of or of_replicas, strategy, config)
+    if place_of is None:
+        _initialize_deferred(model, strategy)  # those that are not sharded
     return model
+
+
+def _initialize_deferred(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Gives variables that were made in `parallel.deferred` their initial values, on each replica."""
+    for variable in filter(variables.is_deferred, model.variables):
+        value = variables.take_value(variable)
+        with strategy.scope():
+            variables.initialize(variable, value)
 
 
 def _check_stage(stage: int) -> None:
@@ -132,7 +149,7 @@ def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     if optimizer is not None and optimizer.built:
         raise InputError("The model's optimizer is already built. Shard the model before `compile`.")
     for variable in model.trainable_variables:
-        if strategy is model.distribute_strategy:
+        if strategy is model.distribute_strategy and not variables.is_deferred(variable):
             replication.check_is_replicated(variable)
         if getattr(variable, "overwrite_with_gradient", False):
             raise InputError(f"{variable.path!r} (float8) is overwritten by its gradient. Use another dtype policy.")

@@ -1,0 +1,89 @@
+"""Plans of pretrained decoders: weights to the number, activations beside the peak of a process that trains one."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfgpu.errors import InputError
+from tfgpu.parallel import Layout, plan, predict
+from tfgpu.parallel.planning import pretrained
+from tfgpu.parallel.planning.pretrained import Decoder
+
+# As `model.parameters()` of each has it on Hugging Face's pages.
+PUBLISHED = {"gemma-2b": 2_506_172_416, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496}
+SMALL = Decoder("small", 4, 128, 4, 2, 32, 256, 512, False)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_decoder_has_the_published_number_of_weights(name):
+    decoder = pretrained.known(name)
+    assert decoder.parameters == PUBLISHED[name] == decoder.workload(128).parameters
+
+
+def test_weights_slots_and_gradients_of_each_way():
+    weights = 8_030_261_248
+    adapters = (
+        32 * 16 * (4096 * (32 + 8) + 2 * 128)
+    )  # an adapter of Keras's EinsumDense has the heads in its first part
+
+    def memory(precision="mixed_bfloat16", **how):
+        work = pretrained.known("llama3-8b").workload(128, precision, **how)
+        return predict(work, Layout(), batch=1, optimizer="adamw").memory
+
+    full = memory()
+    assert (full.parameters, full.slots, full.gradients) == (4 * weights, 8 * weights, 4 * weights)
+    lora = memory(lora=16)
+    assert (lora.parameters, lora.slots, lora.gradients) == (4 * (weights + adapters), 8 * adapters, 4 * adapters)
+    for kind, least, most in (("bfloat16", 2, 2.01), ("int8", 1, 1.04), ("int4", 0.5, 0.54)):
+        held = memory(lora=16, weights=kind).parameters - 4 * adapters
+        assert least * weights <= held <= most * weights, kind
+
+
+def test_more_devices_and_fewer_bits_let_more_models_fit():
+    def fits(name, devices, memory, **how):
+        work = pretrained.known(name).workload(2048, **how)
+        return plan(work, devices, batch=8 * devices, memory=memory)[0].fits
+
+    assert not fits("llama3-8b", 1, "80GB") and fits("llama3-8b", 8, "80GB")
+    assert not fits("llama3-70b", 8, "24GB", lora=16) and fits("llama3-70b", 8, "24GB", lora=16, weights="int4")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"weights": "int4"}, "Only frozen weights"),
+        ({"weights": "int3", "lora": 8}, "int4"),
+        ({"precision": "float8"}, "float16"),
+    ],
+)
+def test_bad_input(how, words):
+    with pytest.raises(InputError, match=words):
+        SMALL.workload(128, **how)
+    with pytest.raises(InputError, match="llama3-8b"):
+        pretrained.known("llama3-9b")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub")
+@pytest.mark.parametrize(("rows", "lora"), [(16, None), (32, None), (32, 8)])
+def test_a_step_takes_what_is_predicted(rows, lora):
+    """All weights: within a fifth. LoRA: at most what is predicted, since frozen layers keep less than is counted."""
+    sizes = {name: getattr(SMALL, name) for name in ("layers", "hidden", "heads", "groups", "mlp", "vocabulary")}
+    given = {"sizes": sizes, "length": 256, "rows": rows, "lora": lora}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    script = [sys.executable, str(Path(__file__).parents[1] / "finetuning" / "peak.py"), json.dumps(given)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    work = SMALL.workload(256, "float32", lora=lora)
+    memory = predict(work, Layout(), batch=rows, optimizer="sgd").memory
+    assert measured["variables"] == memory.parameters
+    ratio = measured["bytes"] / (memory.peak - memory.parameters - memory.slots)
+    assert 0.8 < ratio < 1.2 if lora is None else 0.4 < ratio < 1.1, ratio

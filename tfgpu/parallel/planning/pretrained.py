@@ -1,0 +1,166 @@
+"""Pretrained decoders as the planner sees them: all weights trained, or LoRA beside frozen ones. No TensorFlow.
+
+from tfgpu.parallel.planning import planner, pretrained
+work = pretrained.known("llama3-8b").workload(2048, lora=16, weights="int4")
+best = planner.plan(work, 1, batch=8, memory="24GB")[0]
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tfgpu.errors import InputError, unknown, whole_number
+from tfgpu.parallel.planning.workload import PRECISIONS, Block, Workload
+
+_SCALES = 4 / 128
+"""Bytes for each quantized weight: a float32 scale for each 128, Keras's default for int4; int8 has fewer."""
+WEIGHTS = MappingProxyType({"float32": 4.0, "bfloat16": 2.0, "int8": 1 + _SCALES, "int4": 0.5 + _SCALES})
+"""Bytes of a frozen weight."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder with grouped queries, a gated MLP, RMS norms and rotary positions (Llama, Gemma).
+
+    Attributes:
+        name: such as `"llama3-8b"`.
+        layers: number of blocks.
+        hidden: units of each position.
+        heads: attention heads of queries.
+        groups: heads of keys and values.
+        head: units of a head.
+        mlp: units of the gate.
+        vocabulary: number of tokens.
+        is_tied: whether the table of tokens makes the logits too.
+        source: where the sizes are published.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head: int
+    mlp: int
+    vocabulary: int
+    is_tied: bool
+    source: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights.
+
+        Example:
+            >>> known("llama3-8b").parameters
+            8030261248
+        """
+        tables = self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+        return tables + self.layers * (self._kernels + 2 * self.hidden) + self.hidden
+
+    @property
+    def _kernels(self) -> int:
+        """The numbers in a block's kernels."""
+        width = self.hidden
+        return width * (2 * self.heads * self.head + 2 * self.groups * self.head) + 3 * width * self.mlp
+
+    def workload(
+        self, sequence: int, precision: str = "mixed_bfloat16", *, lora: int | None = None, weights: str = "float32"
+    ) -> Workload:
+        """The model's blocks for `planner.plan`.
+
+        What a block keeps for its backward pass is counted as for training all weights, which LoRA needs less of.
+
+        Args:
+            sequence: tokens of an example.
+            precision: that it computes in.
+            lora: the rank of LoRA for queries and values; None trains all weights.
+            weights: of frozen weights, one of `WEIGHTS`. Weights that are trained are as the precision has them.
+
+        Raises:
+            InputError: an unknown precision or kind of weights, or frozen weights without LoRA.
+
+        Example:
+            >>> work = known("gemma-2b").workload(1024, lora=8)
+            >>> round(sum(block.trainable(1) for block in work.blocks))
+            2727936
+        """
+        whole_number("sequence", sequence)
+        if precision not in PRECISIONS:
+            raise unknown("precision", precision, PRECISIONS)
+        if weights not in WEIGHTS:
+            raise unknown("kind of weights", weights, WEIGHTS)
+        if lora is None and weights != "float32":
+            raise InputError(f"Only frozen weights are kept as {weights}. Received: lora=None. Add a rank, such as 8.")
+        variable, number = PRECISIONS[precision]
+        each = 1.0 if lora is None else WEIGHTS[weights] / variable  # of a frozen weight, in bytes of a variable
+        table = self.vocabulary * self.hidden
+        first = self._part("embedding", table, 0, each, lora, takes=4 * sequence, kept_whole=4 * sequence)
+        last = self._part(
+            "logits",
+            0 if self.is_tied else table,
+            self.hidden,
+            each,
+            lora,
+            takes=number * sequence * self.hidden,
+            kept_whole=sequence * self.hidden * (number + 8),
+            flops=2 * sequence * table,
+            reduces=number * sequence * self.hidden,
+        )
+        blocks = (first, *(self._block(at, sequence, variable, number, each, lora) for at in range(self.layers)), last)
+        heads = self.groups if self.groups > 1 else self.heads
+        outputs = 4 * sequence * self.vocabulary
+        segments = tuple(range(len(blocks)))
+        return Workload(self.name, blocks, variable, precision, outputs, heads, segments, len(blocks))
+
+    def _block(self, at: int, length: int, variable: int, number: int, each: float, lora: int | None) -> Block:
+        width, queries, keys = self.hidden, self.heads * self.head, self.groups * self.head
+        scores = 8 + (number if number < 4 else 0)  # before and after the float32 softmax, and cast
+        kept = number * (4 * queries + 2 * keys + 4 * self.mlp)
+        return self._part(
+            f"block{at + 1}",
+            self._kernels,
+            2 * width,
+            each,
+            lora,
+            adapters=0 if lora is None else lora * (width * (self.heads + self.groups) + 2 * self.head),
+            kept_split=length * (kept + scores * self.heads * length),
+            kept_whole=length * (3 * number * width + 16 * width),
+            casts=number * self._kernels if number < variable or each < 1 else 0,
+            takes=number * length * width,
+            flops=2 * length * self._kernels + 4 * length * length * queries,
+            reduces=2 * number * length * width,
+        )
+
+    def _part(
+        self, name: str, split: int, whole: int, each: float, lora: int | None, *, adapters: int = 0, **others: float
+    ) -> Block:
+        if lora is None:
+            return Block(name, split=split, whole=whole, **others)
+        return Block(name, whole=adapters, frozen=whole, frozen_split=each * split, **others)
+
+
+_LLAMA = "https://huggingface.co/meta-llama/Meta-Llama-3-{}/blob/main/config.json"
+DECODERS = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Decoder(
+                *("gemma-2b", 18, 2048, 8, 1, 256, 16384, 256_000, True),
+                "https://huggingface.co/google/gemma-2b/blob/main/config.json",
+            ),
+            Decoder("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128_256, False, _LLAMA.format("8B")),
+            Decoder("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128_256, False, _LLAMA.format("70B")),
+        )
+    }
+)
+"""Published sizes."""
+
+
+def known(name: str) -> Decoder:
+    """A decoder by name.
+
+    Raises:
+        InputError: the name is not in `DECODERS`.
+    """
+    if name not in DECODERS:
+        raise unknown("pretrained model", name, DECODERS)
+    return DECODERS[name]
