@@ -235,9 +235,9 @@ def test_workers_draw_alike_after_an_epoch_whatever_they_drew_in_it():
     np.random.seed(5)
     text = epochs.states(chief)
     drawn = []
-    for each in (chief, other):
-        random.seed(each.count)
-        np.random.seed(each.count)
+    for number, each in enumerate((chief, other)):
+        random.seed(number)
+        np.random.seed(number)
         epochs.take_over(each, text)
         before = epochs.marks(each)
         each.rng.shuffle(each.order)
