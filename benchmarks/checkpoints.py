@@ -6,7 +6,8 @@ and loads, the milliseconds that the step waits for a save beside those of the c
 the largest growth, over the saves. glibc gives freed arrays back at once here, so that growth is what is in use.
 
 `--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the starts after
-which the newest checkpoint could not be read.
+which the newest checkpoint could not be read. `--keras` measures the growth of one process's memory while it saves a
+`.keras` file, beside stock Keras, over the file's bytes.
 """
 
 import json
@@ -132,6 +133,50 @@ def victim(folder: Path, width: int) -> None:
     model.fit(x, x[:, :1], 8, epochs=ENDLESS, verbose=0, callbacks=[Checkpoint(folder, best=None, every_steps=1)])
 
 
+@app.command(hidden=True)
+def keras_file(folder: Path, stage: int, width: int, stock: bool) -> None:
+    """Saves a `.keras` file from four replicas; prints the growth as JSON."""
+    import numpy as np
+
+    import tfgpu
+
+    tfgpu.environment.set_logical_devices(4)
+    model = build(tfgpu.strategy("mirrored", devices=[f"CPU:{at}" for at in range(4)]), stage, width)
+    model.fit(np.ones((8, width), "float32"), np.ones((8, 1), "float32"), 8, verbose=0)
+    small = build(tfgpu.strategy("one_device", devices="CPU:0"), 0, 8)
+    small.save(folder / "small.keras")  # what the first save imports does not count
+    path = folder / "model.keras"
+    with Growth() as growth:
+        if stock:
+            from keras.src.saving import saving_lib
+
+            with open(path, "wb") as file:
+                saving_lib.save_model(model, file)
+        else:
+            model.save(path)
+    print(json.dumps({"growth": growth.bytes, "bytes": path.stat().st_size}))
+
+
+def measure_keras(width: int) -> None:
+    """Prints a table of the growth, of the file, and of its largest array."""
+    print("| weights | written by | file | largest array | grows to save |")
+    for name, stage in (("on each of 4 replicas", 0), ("ZeRO stage 3 on 4 replicas", 3)):
+        for stock in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                command = ("keras-file", folder, str(stage), str(width), "1" if stock else "0")
+                processes = start(1, *command)
+                try:
+                    out, err = processes[0].communicate(timeout=TIMEOUT_S)
+                    if processes[0].returncode:
+                        raise RuntimeError(err[-3000:])
+                    found = json.loads(out.splitlines()[-1])
+                finally:
+                    end(processes)
+            sizes = [f"{size / 1e6:.1f} MB" for size in (found["bytes"], 4 * width * width)]
+            growth = f"{found['growth'] / 1e6:.1f} MB ({found['growth'] / found['bytes']:.2f})"
+            print("|", " | ".join([name, "Keras" if stock else "tfgpu", *sizes, growth]), "|", flush=True)
+
+
 def start(count: int, *command: str) -> list[subprocess.Popen]:
     """The processes of so many workers on this machine."""
     sockets = [socket.socket() for _ in range(count)]
@@ -227,8 +272,12 @@ def main(
     width: Annotated[int, typer.Option(help="Units of a hidden layer.")] = 2048,
     saves: Annotated[int, typer.Option(help="Saves that are measured.")] = 5,
     kills: Annotated[int, typer.Option(help="How often a worker is killed; 0 measures instead.")] = 0,
+    of_keras: Annotated[bool, typer.Option("--keras", help="Measure `.keras` files instead.")] = False,
 ) -> None:
     if context.invoked_subcommand is not None:
+        return
+    if of_keras:
+        measure_keras(width)
         return
     if kills:
         kill(kills, width)

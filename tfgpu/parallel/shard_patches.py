@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import layers, variables
+from tfgpu.compat import layers, saving, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.variables import CHECKPOINT_KEY
 from tfgpu.core.state.sharded_variable import (
@@ -117,7 +117,7 @@ def _merge_in_files() -> None:
         if not has_shards(layers.own_variables(self)):
             return stock(self, store)
         for at, variable in enumerate(merged(layers.own_variables(self))):
-            store[str(at)] = variable.numpy()
+            store[str(at)] = variable if saving.is_streamed(store) else variable.numpy()
 
     @wrap("keras.layers.Layer.load_own_variables")
     def load_layer(stock, self, store):
@@ -133,7 +133,7 @@ def _merge_in_files() -> None:
     @wrap("BaseOptimizer.save_own_variables")
     def save_optimizer(stock, self, store):
         for at, variable in enumerate(merged(self.variables)):
-            store[str(at)] = variable.numpy()
+            store[str(at)] = variable if saving.is_streamed(store) else variable.numpy()
 
     @wrap("BaseOptimizer.load_own_variables")
     def load_optimizer(stock, self, store):

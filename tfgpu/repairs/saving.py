@@ -22,6 +22,7 @@ from tfgpu.compat import distribute, saving, slots
 from tfgpu.compat.keras import file_utils
 from tfgpu.compat.patch import wrap
 from tfgpu.core import replication
+from tfgpu.core.state import slice_writer
 from tfgpu.repairs.repair import Repair
 
 
@@ -57,7 +58,17 @@ def write_whole_files() -> None:
         if is_file or str(filepath).startswith("hf://") or not str(filepath).endswith(".keras"):
             return stock(model, filepath, *args, **kwargs)
         with beside(str(filepath)) as path:
+            is_aside = path != str(filepath)
+            if is_aside and model.built and bound.arguments.get("weights_format", "h5") == "h5":
+                return saving.write_model(model, path, slice_writer.write)
             return stock(model, path, *args, **kwargs)
+
+    @wrap("BaseOptimizer.save_own_variables")
+    def save_optimizer(stock, self, store):
+        if not saving.is_streamed(store):
+            return stock(self, store)
+        for at, variable in enumerate(self.variables):  # Keras makes an array of each
+            store[str(at)] = variable
 
     @wrap("saving_lib.save_weights_only")
     def save_weights(stock, model, filepath, max_shard_size=None, objects_to_skip=None):
