@@ -254,13 +254,6 @@ LIBRARIES = {
 }
 
 
-LATE_METRICS = pytest.mark.xfail(
-    reason="`fit` within a scope: the trial, in a thread of its own, makes the metrics that bayesflow makes in its "
-    "first step, and the step makes them again",
-    raises=ValueError,
-)
-
-
 def learned(make, devices):
     """The weights and logs of two epochs, whose last batch has one row."""
     keras.utils.clear_session()
@@ -279,11 +272,7 @@ def learned(make, devices):
 
 @pytest.mark.parametrize(
     ("library", "make"),
-    [
-        pytest.param(library, make, marks=[LATE_METRICS] if make is coupling else ())
-        for library, makes in LIBRARIES.items()
-        for make in makes
-    ],
+    [(library, make) for library, makes in LIBRARIES.items() for make in makes],
     ids=[make.__name__ for makes in LIBRARIES.values() for make in makes],
 )
 def test_a_library_s_model_learns_on_two_replicas_what_it_learns_on_one_device(library, make):

@@ -37,6 +37,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer,
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
+from keras.src.utils.tracking import Tracker
 
 __all__ = [
     "ArrayDataAdapter",
@@ -61,6 +62,7 @@ __all__ = [
     "TFEpochIterator",
     "TFOptimizer",
     "TensorFlowTrainer",
+    "Tracker",
     "Trainer",
     "Variable",
     "call_context",

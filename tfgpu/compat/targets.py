@@ -110,6 +110,7 @@ TARGETS: tuple[str, ...] = (
     "Function.__call__",
     "KerasFunction._run_through_graph",
     "KerasVariable.__float__",
+    "KerasVariable.__init__",
     "KerasVariable.__int__",
     "Loss.__call__",
     "LossFunctionWrapper.call",

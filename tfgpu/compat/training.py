@@ -45,6 +45,17 @@ def build_symbolically(model: keras.Model, batch: object) -> None:
     model._symbolic_build(data_batch=batch)
 
 
+@contextmanager
+def without_optimizer(model: keras.Model) -> Iterator[None]:
+    """Inside the block a compiled model has no optimizer."""
+    optimizer = model.optimizer
+    object.__setattr__(model, "optimizer", None)  # bypasses Keras's tracking
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "optimizer", optimizer)
+
+
 def without_optionals(model: keras.Model, step):
     """Wraps a step to take what an iterator of `tf.experimental.Optional` yields."""
     convert = getattr(model, "_autoconvert_optionals", None)

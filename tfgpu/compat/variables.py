@@ -93,6 +93,12 @@ def own_copy(variable: tf.Variable) -> tf.Variable:
     return variable._get_on_device_or_primary() if is_spread else variable
 
 
+def copies(variable: tf.Variable) -> list[tf.Variable]:
+    """All copies of a TensorFlow variable in this process; the variable itself where there is one only."""
+    is_spread = isinstance(variable, tf.distribute.DistributedValues)
+    return list(variable._values) if is_spread else [variable]
+
+
 def local_value(variable: tf.Variable) -> tf.Tensor:
     """The value of this replica's copy of a TensorFlow variable, which later assignments do not change."""
     return tf.identity(own_copy(variable).read_value())

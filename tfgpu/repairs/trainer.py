@@ -6,6 +6,7 @@ https://github.com/keras-team/keras/issues/20861.
 
 import contextlib
 import logging
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -78,13 +79,26 @@ def build_from_spec() -> None:
         if iterator is not None and training.strategy_of(self) is not None:
             data_batch = _batch_of(iterator)
         try:
-            with _scope_of(self):
+            with _scope_of(self), _optimizer_built_by_step(self):
                 return stock(self, None, data_batch)
         except Exception as error:  # a user's model may raise anything
             if iterator is None or type(self).train_step is TensorFlowTrainer.train_step:
                 raise
             # The data may suit only the model's own `train_step`, which builds the rest in its first run.
             _log.debug("The model was not built from the data's spec: %s", error)
+
+
+@contextlib.contextmanager
+def _optimizer_built_by_step(model) -> Iterator[None]:
+    """Hides the optimizer of a step of the user's own, which may first make layers that it updates."""
+    optimizer, strategy = getattr(model, "optimizer", None), model.distribute_strategy
+    is_own = type(model).train_step is not TensorFlowTrainer.train_step
+    is_here = replication.is_replicated(strategy) and not replication.spans_processes(strategy)
+    if optimizer is None or optimizer.built or not (is_own and is_here):
+        yield
+        return
+    with training.without_optimizer(model):
+        yield
 
 
 def build_now(model, iterator) -> None:

@@ -40,7 +40,7 @@ class Captures:
     @contextlib.contextmanager
     def preserving_variables(self) -> Iterator[None]:
         """Restores the variables' values after the block."""
-        self._before = [(each, variables.local_value(each)) for each in self.variables]
+        self._before = [(copy, copy.read_value()) for each in self.variables for copy in variables.copies(each)]
         try:
             yield
         finally:
@@ -49,7 +49,7 @@ class Captures:
     def restore(self) -> None:
         """Gives the variables the values that they had at the block's begin."""
         for variable, value in self._before:
-            variables.own_copy(variable).assign(value)
+            variable.assign(value)
 
 
 def of(thing: object) -> Captures:

@@ -1,6 +1,6 @@
 """Numbers that are drawn in the place of a step's own, and the driver of a trial: one draw after another is judged."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -93,6 +93,14 @@ def values(source: np.random.Generator, shape: tuple[int, ...], how: str, *, bel
 def with_special(source: np.random.Generator, drawn: np.ndarray, number: float, rate: float) -> np.ndarray:
     """The array with a special number at some places."""
     return np.where(source.random(drawn.shape) < rate, number, drawn)
+
+
+def with_specials(source: np.random.Generator, drawn: np.ndarray, numbers: Sequence[float], rate: float) -> np.ndarray:
+    """The array with special numbers at some places, each at one at least."""
+    found = np.where(source.random(drawn.shape) < rate, source.choice(numbers, drawn.shape), drawn)
+    for place, number in zip(source.permutation(drawn.size), numbers, strict=False):
+        found.reshape(-1)[place] = number
+    return found
 
 
 def cast(drawn: np.ndarray, dtype: str | tf.DType) -> tf.Tensor:

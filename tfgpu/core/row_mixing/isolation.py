@@ -2,12 +2,14 @@
 
 A trial runs while a step is traced. It gets a thread of its own, with no graph, no gradient tape and no scope around
 it, and runs eagerly. Keras variables are read from a stateless scope, which keeps what is assigned; TensorFlow's own
-variables, attributes of layers and the state of random generators are put back.
+variables, what Python holds and the state of random generators are put back.
 """
 
 import contextlib
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,10 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.core import replication, step_context
+from tfgpu.core.row_mixing.step_recorder import Apart, Recorder
+from tfgpu.core.state import python_state
 from tfgpu.core.step_context import RowRange, Step
+from tfgpu.errors import InputError
 
 _SEED = 7_340_033
 
@@ -100,21 +105,59 @@ def kept_draws(seed: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_attributes(things: Iterable[object]) -> Iterator[None]:
-    """Puts back the attributes of objects, and what their lists, dicts and sets hold."""
-    before = [
-        (vars(thing), {name: (value, _content(value)) for name, value in vars(thing).items()}) for thing in things
-    ]
+def unchanged(*things: object, layers: Iterable[keras.layers.Layer] | None = None) -> Iterator[None]:
+    """Puts back what Python holds of these things, and of all that they can reach; `layers` as in `Sandbox`."""
+    kept = python_state.Kept(things, layers)
     try:
         yield
     finally:
-        for attributes, was in before:
-            for name in [name for name in attributes if name not in was]:
-                del attributes[name]
-            for name, (value, content) in was.items():
-                attributes[name] = value
-                if content is not None:
-                    _refill(value, content)
+        kept.put_back()
+
+
+class Sandbox:
+    """Runs of a user's code of which nothing stays: variables, what Python holds and random states are put back.
+
+    Args:
+        things: the code, and what it works on.
+        layers: where given, of all layers these alone may be changed.
+    """
+
+    def __init__(self, *things: object, layers: Iterable[keras.layers.Layer] | None = None):
+        self._kept = python_state.Kept([*things, private.thread_state()], layers)
+        self._made: list[weakref.ref] = []
+
+    @contextlib.contextmanager
+    def around(self, found: Recorder, seed: int = 0) -> Iterator[Apart]:
+        """Surrounds one run, of which `found` is told what it would assign."""
+        scope = Apart(self._kept.variables)
+        try:
+            with kept_draws(seed), scope:
+                yield scope
+            found.assigned, found.has_made = scope.assigned(), bool(scope.made_variables())
+            found.counts = self._kept.changed_numbers()
+            found.one_copy = [key for key in scope.with_one_copy() if key in found.assigned]
+        finally:
+            self._made += map(weakref.ref, scope.made_variables())
+            scope.restore()
+            self._kept.put_back()
+
+    def check_nothing_stays(self) -> None:
+        """Looks for variables that the runs have made, and that something still holds.
+
+        Raises:
+            InputError: there is one, which a real run would find in the place of its own.
+        """
+        if not any(each() is not None for each in self._made):
+            return
+        gc.collect()
+        left = [each() for each in self._made if each() is not None]
+        if left:
+            names = ", ".join(repr(getattr(each, "path", each.name)) for each in left[:3])
+            raise InputError(
+                f"The code keeps variables that it makes in its first call ({names}) where tfgpu, which tries it "
+                "before the first step, cannot put back what was there. Make them before `fit`, within "
+                "`strategy.scope()`, or keep them in an attribute of the model."
+            )
 
 
 def tensors_in(things: Iterable[object]) -> dict[tuple[int, str], tf.Tensor]:
@@ -125,23 +168,3 @@ def tensors_in(things: Iterable[object]) -> dict[tuple[int, str], tf.Tensor]:
         for name, value in vars(thing).items()
         if tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable, tf.distribute.DistributedValues))
     }
-
-
-def _content(value: object) -> object | None:
-    base = _container(value)
-    return None if base is None else base(value)
-
-
-def _container(value: object) -> type | None:
-    """Which of Python's containers a value is; TensorFlow's stand-ins for them are none."""
-    return next((base for base in (dict, list, set) if base in type(value).__mro__), None)
-
-
-def _refill(value: Any, content: Any) -> None:
-    """Bypasses Keras's tracking of what a layer's containers hold."""
-    base = _container(value)
-    base.clear(value)
-    if base is list:
-        list.extend(value, content)
-    else:
-        base.update(value, content)

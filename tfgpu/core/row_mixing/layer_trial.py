@@ -154,7 +154,7 @@ class LayerTrial:
 
     def _tried(self) -> Verdict:
         self._values = [_stand_in(variable) for variable in self._weights]
-        with self._captured.preserving_variables(), isolation.kept_attributes(self._within):
+        with self._captured.preserving_variables(), isolation.unchanged(self._layer, layers=self._within):
             try:
                 found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
             except Meets:

@@ -178,7 +178,7 @@ class MetricTrial:
         return isolation.run(self._tried)
 
     def _tried(self) -> bool | None:
-        with self._captured.preserving_variables(), isolation.kept_attributes([self._metric]):
+        with self._captured.preserving_variables(), isolation.unchanged(self._metric, layers=()):
             try:
                 found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
             except Meets:

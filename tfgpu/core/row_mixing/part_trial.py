@@ -4,9 +4,9 @@ Compared are the gradients that reach an optimizer, the numbers of the logs and 
 that the step does stays: variables, random states, metrics and optimizers are as they were.
 """
 
-import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +14,13 @@ import tensorflow as tf
 
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core.row_mixing import captures, comparison, draws, isolation, step_outputs
-from tfgpu.core.row_mixing.step_recorder import ROWS, NotBuilt, Recorder
+from tfgpu.core.row_mixing.step_recorder import ROWS, Assigned, Recorder
+from tfgpu.errors import InputError
 
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
 _CLOSE_FOR_BIASES = 1e-2
 _NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
+_NONES_TOGETHER, _NONES_RATE = 3, 0.3  # labels that stand for none in one batch: each at one place at least
 _SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
 
 
@@ -26,6 +28,10 @@ class CannotTry(Exception):
     """The step does not run on drawn rows."""
 
     is_of_outputs = False  # what it returns are no numbers
+
+
+class OneCopy(Exception):
+    """The step changes a variable of TensorFlow that has one copy, on every replica."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Tried:
         bytes_a_row: of each row, in the outputs of the layers that it calls.
         have_rows: of each of its outputs, whether it has rows of the batch.
         has_shares: a loss that is one number counted by the share of its rows.
+        counts: names of Python's numbers that the code changes, as of a count of its calls.
     """
 
     differs: str | None
@@ -45,13 +52,15 @@ class Tried:
     bytes_a_row: int
     have_rows: list[bool]
     has_shares: bool
+    counts: list[str] = dataclasses.field(default_factory=list)
 
 
 class Trial:
     """Runs code on rows, whole and in two parts, and compares what it would do.
 
     Args:
-        captured: what the code captures.
+        code: a function.
+        things: what else it works on.
 
     Attributes:
         log: the numbers that it gives, in words.
@@ -59,13 +68,16 @@ class Trial:
 
     log = "a number in the logs"
 
-    def __init__(self, captured: captures.Captures):
-        self._captured = captured
+    def __init__(self, code: Callable, *things: object):
+        self._captured, self._things = captures.of(code), (code, *things)
         self._ways: dict = {}
         self._owners: dict = {}
         self._draws, self._bytes_a_row, self._have_rows, self._has_shares = 0, 0, [], False
+        self._counts: list[str] = []
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
+        self._has_told = False
+        self._calls = 1  # of the code, one after another in each run
 
     def run(self) -> Tried:
         """Tries the code.
@@ -73,26 +85,41 @@ class Trial:
         Raises:
             CannotTry: it ran on no rows.
         """
-        return Tried(self._found(), self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
+        return Tried(
+            isolation.run(self._found), self._draws, self._bytes_a_row, self._have_rows, self._has_shares, self._counts
+        )
 
     def _found(self) -> str | None:
-        """Tries it in this thread, so that variables that the code makes in its first call are there, then apart."""
-        with contextlib.suppress(CannotTry):
-            return self._differing()
-        return isolation.run(self._differing)
+        self._sandbox = isolation.Sandbox(*self._things)
+        try:
+            differs = self._differing()
+        except CannotTry as error:
+            if error.__context__ is None:  # an error holds what its frames hold
+                self._sandbox.check_nothing_stays()
+            raise
+        self._sandbox.check_nothing_stays()
+        return differs
 
     def _differing(self) -> str | None:
-        cannot = NotBuilt, step_outputs.NoNumbers
         try:
-            passing = (*cannot, CannotTry, *self._passing())
-            found = draws.judged(self._batches(), self._difference, is_last=bool, passing=passing)
-        except cannot as error:
+            passing = step_outputs.NoNumbers, CannotTry, OneCopy, *self._passing()
+            found = draws.judged(self._batches(), self._judged, is_last=bool, passing=passing)
+        except step_outputs.NoNumbers as error:
             refused = CannotTry(str(error))
-            refused.is_of_outputs = isinstance(error, step_outputs.NoNumbers)
-            raise refused from error
+            refused.is_of_outputs = True
+            raise refused from None
+        except OneCopy as error:
+            raise InputError(
+                f"The variable {str(error)!r} was made outside `strategy.scope()`, and the code adds to it: each "
+                "replica would, to one copy. Make it in the scope, with an `aggregation`, or use a metric."
+            ) from None
         if found.verdict is None:
             raise CannotTry(found.why or "its data cannot be drawn")
         return found.verdict or None
+
+    def _told(self) -> bool:
+        """Whether the last batch ran, with finite numbers."""
+        return self._has_told
 
     def _passing(self) -> tuple[type[Exception], ...]:
         """Errors that end the trial."""
@@ -110,12 +137,26 @@ class Trial:
         """What the code does on some of the rows; nothing that it does stays."""
         raise NotImplementedError
 
+    def _judged(self, batch) -> str | None:
+        self._has_told = False
+        found = self._difference(batch)
+        self._has_told = found is not None
+        return found
+
     def _difference(self, batch) -> str | None:
         """What differs, "" for nothing; None where the numbers that came out are not finite."""
         parts = self._parts()
         total = parts[-1][1]
         whole = self._recorded(batch, 0, total)
+        if whole.one_copy:
+            self._calls += 1
+            _check_one_copies(whole, self._recorded(batch, 0, total))
+            self._calls -= 1
+        if whole.has_made and self._calls == 1:
+            self._calls = 2  # TensorFlow traces it twice then, and the second trace is the one that stays
+            whole = self._recorded(batch, 0, total)
         self._draws, self._bytes_a_row, self._has_shares = whole.draws, whole.bytes_a_row, whole.has_shares
+        self._counts = whole.counts
         if not _is_finite(whole):
             return None
         if whole.derives_tensors and self._normalizes:
@@ -160,12 +201,13 @@ class Trial:
             ways = self._log_together([part.logs[at] for part in parts], shares)
             if not any(_are_close([value], [each], [again.logs[at]], close) for each in ways):
                 return self.log
-        for key, (variable, before, after) in whole.assigned.items():
-            found = [part.assigned.get(key, (variable, before, before))[2] for part in parts]
-            noisy = again.assigned.get(key, (variable, before, before))[2]
-            ways = _ways_together(variable, before, after, found, shares)
-            ways = {way for way, value in ways.items() if _are_close([after], [value], [noisy], close)}
-            owner = self._owners.get(key, key)  # the variables of a metric go together
+        for key, variable in whole.assigned.items():
+            unchanged = dataclasses.replace(variable, after=variable.before)
+            found = [part.assigned.get(key, unchanged).after for part in parts]
+            noisy = again.assigned.get(key, unchanged).after
+            ways = _ways_together(variable, found, shares)
+            ways = {way for way, value in ways.items() if _are_close([variable.after], [value], [noisy], close)}
+            owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
                 ways = self._ways.get(owner, ways) & ways
                 if keeps:
@@ -187,6 +229,18 @@ class Trial:
             if not all(_are_close([value], [each], [again.outputs[at]], close) for each in together):
                 return False
         return True
+
+
+def _check_one_copies(whole: Recorder, more: Recorder) -> None:
+    """Refuses that all replicas add to one variable; to assign the same value once more changes nothing.
+
+    Raises:
+        OneCopy: they would.
+    """
+    for key in whole.one_copy:
+        first, second = whole.assigned[key], more.assigned.get(key)
+        if second is None or not np.array_equal(first.after, second.after, equal_nan=first.after.dtype.kind == "f"):
+            raise OneCopy(first.path)
 
 
 def given_rows(arguments: dict, spec: object, rows: int) -> object | None:
@@ -218,13 +272,15 @@ def _has_rows_for(array: np.ndarray | tf.Tensor, spec: tf.TensorSpec, rows: int)
     return spec.shape[1:].is_compatible_with(array.shape[1:])
 
 
-def drawn_batches(specs: list, numbers: list[float], rows: int) -> Iterator[list]:
+def drawn_batches(specs: list, numbers: list[float], rows: int, has_told: Callable[[], bool]) -> Iterator[list]:
     """Batches of drawn rows: normal and positive numbers, few and many classes, labels that stand for none.
 
     Args:
         specs: of each tensor of a batch; the first one's are no labels.
-        numbers: whole numbers in the code, which may stand for none.
+        numbers: whole numbers in the code, which may stand for none: several in one batch where the last batch told
+            something, else one.
         rows: of each batch.
+        has_told: whether the last batch told anything.
 
     Raises:
         CannotTry: no numbers can be drawn for one of them.
@@ -232,21 +288,29 @@ def drawn_batches(specs: list, numbers: list[float], rows: int) -> Iterator[list
     draw = np.random.default_rng(0)
     nones = [*draws.NONES, *(int(n) for n in numbers if n == int(n) and n not in draws.NONES)]
     has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in specs[1:])
-    kinds = [("normal", 2, None), ("positive", 8, None), *(("normal", 2, none) for none in nones if has_labels)]
-    for how, classes, none in kinds:
-        drawn = [_drawn(draw, spec, how, classes, none if at else None, rows) for at, spec in enumerate(specs)]
-        if any(value is _UNKNOWN for value in drawn):
-            raise CannotTry("its data cannot be drawn")
-        yield drawn
+    for how, classes in (("normal", 2), ("positive", 8)):
+        yield _batch(draw, specs, how, classes, (), rows)
+    while nones and has_labels:
+        together = nones[: _NONES_TOGETHER if has_told() else 1]
+        yield _batch(draw, specs, "normal", 2, together, rows)
+        if has_told() or len(together) == 1:
+            nones = nones[len(together) :]
 
 
-def _ways_together(variable, before, after, found: list, shares: list[float]) -> dict[str, np.ndarray]:
+def _batch(draw: np.random.Generator, specs: list, how: str, classes: int, nones: Sequence[int], rows: int) -> list:
+    drawn = [_drawn(draw, spec, how, classes, nones if at else (), rows) for at, spec in enumerate(specs)]
+    if any(value is _UNKNOWN for value in drawn):
+        raise CannotTry("its data cannot be drawn")
+    return drawn
+
+
+def _ways_together(variable: Assigned, found: list, shares: list[float]) -> dict[str, np.ndarray]:
     """What replicas may make of their values of a variable: a sum, an average or the same value."""
     ways = {"same": found[0]}
-    if np.issubdtype(after.dtype, np.floating):
+    if np.issubdtype(variable.after.dtype, np.floating):
         ways["average"] = sum(share * value for share, value in zip(shares, found, strict=True))
     if variable.aggregation == "sum":
-        ways["sum"] = before + sum(value - before for value in found)
+        ways["sum"] = variable.before + sum(value - variable.before for value in found)
     return ways
 
 
@@ -281,7 +345,7 @@ def _nudged(value):
 _UNKNOWN = object()
 
 
-def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, none: int | None, rows: int):
+def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, nones: Sequence[int], rows: int):
     """A tensor of drawn rows for a spec, or `_UNKNOWN` where none can be drawn."""
     if spec is None or isinstance(spec, (NoneTensorSpec, tf.OptionalSpec)):
         return None
@@ -293,8 +357,8 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, none: in
         values = draws.values(draw, shape, numbers)
     elif spec.dtype.is_integer:
         values = draws.values(draw, shape, "whole", below=classes)
-        if none is not None and spec.dtype.min <= none <= spec.dtype.max:
-            values = draws.with_special(draw, values, none, 0.3)
+        fitting = [none for none in nones if spec.dtype.min <= none <= spec.dtype.max]
+        values = draws.with_specials(draw, values, fitting, _NONES_RATE) if fitting and shape else values
     elif spec.dtype.is_bool:
         values = draw.random(shape) < 0.5
     else:

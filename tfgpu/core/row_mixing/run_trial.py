@@ -17,9 +17,9 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import extensions, replication, step_context, worker_rows
-from tfgpu.core.row_mixing import captures, choices, isolation, row_sums, verdicts
+from tfgpu.core.row_mixing import captures, choices, row_sums, verdicts
 from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
-from tfgpu.core.row_mixing.step_recorder import Apart, NotBuilt, Recorder
+from tfgpu.core.row_mixing.step_recorder import Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
@@ -84,8 +84,6 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
     except row_sums.Meets:
         why = "it brings the replicas' rows together by itself"
     except CannotTry as error:
-        if isinstance(error.__cause__, NotBuilt):
-            return  # a later call finds the layers built
         why = str(error)
         _note(strategy, name, verdicts.BY_ROWS, why, verdicts.UNPROVEN)
         _tell_untried(strategy, name, why)
@@ -143,7 +141,7 @@ class _RunTrial(Trial):
 
     def __init__(self, strategy: tf.distribute.Strategy, fn: Callable, arguments: tuple):
         function = getattr(fn, "python_function", fn)
-        super().__init__(captures.of(function))
+        super().__init__(function)
         self._strategy, self._function, self._structure = strategy, function, arguments
         leaves = tf.nest.flatten(arguments)
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, distribute.PerReplica)]
@@ -168,7 +166,7 @@ class _RunTrial(Trial):
     def _batches(self) -> Iterator[list]:
         if (own := self._own_rows()) is not None:
             yield own
-        yield from drawn_batches(self._specs(), self._captured.numbers, _ROWS)
+        yield from drawn_batches(self._specs(), self._captured.numbers, _ROWS, self._told)
 
     def _held(self) -> list[tuple]:
         return [self._strategy.experimental_local_results(self._leaves[at]) for at in self._at]
@@ -195,22 +193,21 @@ class _RunTrial(Trial):
         for at, value in zip(self._at, rows, strict=True):
             leaves[at] = value
         args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
-        found, scope = Recorder((stop - start) / _ROWS, start, stop, _ROWS, _PARTS), Apart()
+        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, _PARTS)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
         count = 1 if stop - start == _ROWS else len(_PARTS)
         with (
-            isolation.kept_draws(seed),
-            self._captured.preserving_variables(),
-            step_context.scope(recorder=found, trial_rows=RowRange(*numbers), given_rows=None),
+            self._sandbox.around(found, seed) as scope,
+            step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers), given_rows=None),
             distribute.as_replicas(self._strategy, count),
             private.functions_run_eagerly(),
             tf.device("CPU:0"),
-            scope,
+            scope.noting(),
         ):
-            outputs = self._function(*args, **kwargs)
-            tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each) and each.dtype.is_floating]
-            found.logs = [np.asarray(keras.ops.convert_to_numpy(each), "float64") for each in tensors]
-        found.assigned = scope.assigned()
+            for _ in range(self._calls):
+                outputs = self._function(*args, **kwargs)
+                tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each) and each.dtype.is_floating]
+                found.logs += [np.asarray(keras.ops.convert_to_numpy(each), "float64") for each in tensors]
         return found
 
     def _gradients_together(self, parts: list) -> list[list]:

@@ -8,6 +8,7 @@ would be a collective.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -127,8 +128,9 @@ def differing(stand_ins: StandIns, whole: Recorder, pieces: list[Recorder], clos
     for at, value in enumerate(whole.logs):
         if not all(is_close(value, each.logs[at]) for each in pieces):
             return "a number in the logs, of a piece of the weights or gradients,"
-    for key, (variable, before, after) in whole.assigned.items():
-        if not is_made(after, [each.assigned.get(key, (variable, before, before))[2] for each in pieces]):
+    for key, variable in whole.assigned.items():
+        unchanged = dataclasses.replace(variable, after=variable.before)
+        if not is_made(variable.after, [each.assigned.get(key, unchanged).after for each in pieces]):
             return f"the variable {variable.path!r}, of a piece of the weights or gradients,"
     return None
 

@@ -1,12 +1,14 @@
 """Records what a step of the user's own does on random rows; nothing that it does stays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import keras as private
 from tfgpu.compat import variables
 from tfgpu.compat.keras import StatelessScope, get_stateless_scope
 from tfgpu.compat.patch import wrap
@@ -17,8 +19,22 @@ ROWS = 7
 """That are drawn in all."""
 
 
-class NotBuilt(Exception):
-    """A layer would create its variables in a trial."""
+@dataclass(frozen=True)
+class Assigned:
+    """A variable to which a step would assign, of Keras or of TensorFlow.
+
+    Attributes:
+        path: its name.
+        aggregation: of what replicas assign to it, in Keras's words.
+        before, after: its values.
+        owner: what it belongs to, of a variable that the step has made itself.
+    """
+
+    path: str
+    aggregation: str
+    before: np.ndarray
+    after: np.ndarray
+    owner: object = None
 
 
 @dataclass
@@ -35,7 +51,10 @@ class Recorder:
         updates: for each call of an optimizer, the gradients as replicas would weigh them.
         logs: numbers of the logs that are no metric results.
         outputs: what a `predict_step` returned.
-        assigned: Keras variables by `id`, with the value that they would have.
+        assigned: variables by `id`, with the value that they would have; those that it has made by their number.
+        has_made: it has made variables.
+        counts: names of Python's numbers that it has changed.
+        one_copy: keys of those that it has assigned and of which all replicas share one copy.
         derives_tensors: it took gradients with respect to something other than variables.
         draws: how often it drew numbers by `tf.random`.
         is_split: a piece runs on a part's rows, in a run on all rows.
@@ -54,7 +73,10 @@ class Recorder:
     updates: list[list] = field(default_factory=list)
     logs: list[np.ndarray] = field(default_factory=list)
     outputs: list[np.ndarray] = field(default_factory=list)
-    assigned: dict = field(default_factory=dict)
+    assigned: dict[object, Assigned] = field(default_factory=dict)
+    has_made: bool = False
+    counts: list[str] = field(default_factory=list)
+    one_copy: list = field(default_factory=list)
     derives_tensors: bool = False
     draws: int = 0
     is_split: bool = False
@@ -181,13 +203,15 @@ def splitting() -> "Recorder | None":
 
 
 def isolate_trials() -> None:
-    """While a step is tried, layers create no variables, and `tf.random` gives the same numbers for the same rows."""
+    """While code is tried, it may make variables, and `tf.random` gives the same numbers for the same rows."""
 
-    @wrap("keras.Layer.add_weight")
-    def add_weight(stock, self, *args, **kwargs):
-        if step_context.current().recorder is not None:
-            raise NotBuilt(f"the layer {self.name!r} is not built; build the model before `fit`")
-        return stock(self, *args, **kwargs)
+    @wrap("KerasVariable.__init__")
+    def initialize(stock, self, *args, **kwargs):
+        scope = get_stateless_scope() if step_context.current().is_trying else None
+        with private.replaced_attributes({"stateless_scope": None}) if scope is not None else nullcontext():
+            stock(self, *args, **kwargs)
+        if isinstance(scope, Apart):
+            scope.made.append(self)
 
     @wrap("tf.random.normal")
     def normal(stock, shape, mean=0.0, stddev=1.0, dtype=tf.float32, *args, **kwargs):
@@ -204,17 +228,40 @@ def isolate_trials() -> None:
 
 
 class Apart(StatelessScope):
-    """Nothing that a step assigns to Keras's variables stays."""
+    """Nothing that a step assigns to Keras's variables stays.
 
-    def __init__(self):
+    Args:
+        plain: TensorFlow's own variables that the step can reach.
+
+    Attributes:
+        made: Keras variables that the step has made.
+    """
+
+    def __init__(self, plain: Sequence[tf.Variable] = ()):
         super().__init__(collect_losses=True)
+        self.made: list[keras.Variable] = []
         self._variables: dict = {}
         self._begun: dict = {}
+        self._plain = [(each, variables.local_value(each)) for each in plain]
+        self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
+        self._made_plain: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def begin_with(self, variable: keras.Variable, value: tf.Variable) -> None:
         """The step sees another value of a variable than the one that it has."""
         self.state_mapping[id(variable)] = value
         self._begun[id(variable)] = tf.identity(value)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes TensorFlow's own variables that are made in the block."""
+
+        def create(make: Callable, **options) -> tf.Variable:
+            variable = make(**options)
+            self._made_plain.append((variable, variables.local_value(variable)))
+            return variable
+
+        with tf.variable_creator_scope(create):
+            yield
 
     def get_current_value(self, variable: keras.Variable) -> object | None:
         """The value that the step would see, also where nothing was assigned: Keras gives it to regularizers."""
@@ -225,20 +272,36 @@ class Apart(StatelessScope):
         self._variables[id(update[0])] = update[0]
         super().add_update(update)
 
-    def assigned(self) -> dict:
-        """Variables by `id`: each with the value that it has, and the one that it was given."""
-        return {
-            key: tuple(
-                [
-                    variable,
-                    *(
-                        np.asarray(tf.convert_to_tensor(v))
-                        for v in (
-                            self._begun.get(key, variables.held(variable)),
-                            self.get_current_value(variable),
-                        )
-                    ),
-                ]
-            )
-            for key, variable in self._variables.items()
-        }
+    def made_variables(self) -> list[keras.Variable | tf.Variable]:
+        """What the step has made: variables of Keras, then those of TensorFlow that are none of Keras's."""
+        of_keras = {id(variables.held(each)) for each in self.made}
+        return [*self.made, *(each for each, _ in self._made_plain if id(each) not in of_keras)]
+
+    def assigned(self) -> dict[object, Assigned]:
+        """Variables by `id`, or by the number of one that the step has made, with the values that they would have."""
+        keys = {id(each): ("made", number) for number, each in enumerate(self.made_variables())}
+        found = {}
+        for key, each in self._variables.items():
+            owner = ("made", each.path.rpartition("/")[0]) if key in keys else None
+            before, after = self._begun.get(key, variables.held(each)), self.get_current_value(each)
+            found[keys.get(key, key)] = Assigned(each.path, each.aggregation, _array(before), _array(after), owner)
+        of_keras = {id(variables.held(each)) for each in self.made}
+        for each, value in [*self._plain, *(pair for pair in self._made_plain if id(pair[0]) not in of_keras)]:
+            before, after = _array(value), _array(variables.local_value(each))
+            if not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
+                aggregation = each.aggregation.name.lower()
+                found[keys.get(id(each), id(each))] = Assigned(each.name, aggregation, before, after)
+        return found
+
+    def restore(self) -> None:
+        """Gives TensorFlow's own variables the values that they had when this began."""
+        for each, value in self._copies:
+            each.assign(value)
+
+    def with_one_copy(self) -> list[int]:
+        """TensorFlow's own variables that the step has not made, and of which there is one copy, by `id`."""
+        return [id(each) for each, _ in self._plain if not isinstance(each, tf.distribute.DistributedValues)]
+
+
+def _array(value: object) -> np.ndarray:
+    return np.asarray(tf.convert_to_tensor(value))

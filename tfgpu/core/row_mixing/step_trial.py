@@ -20,17 +20,15 @@ from tfgpu.compat import layers, slots, training
 from tfgpu.core import replication, step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.row_mixing import (
-    captures,
     choices,
     comparison,
-    isolation,
     row_sums,
     shard_trial,
     step_outputs,
     verdicts,
 )
 from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches, given_rows
-from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, Recorder
+from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import store
 from tfgpu.errors import InputError
@@ -124,6 +122,13 @@ class _Question:
             return self._unproven(error)
         except row_sums.Meets:
             return self._meets()
+        if tried.counts:
+            _log.warning(
+                "%s changes numbers in Python (%s): each replica does so, and sees what the others have changed, so "
+                "what depends on them differs from one device. Count in a `tf.Variable`, or by `optimizer.iterations`.",
+                self._name,
+                ", ".join(f"`{name}`" for name in tried.counts),
+            )
         if tried.differs:
             self._tell_whole(tried)
             return True
@@ -252,10 +257,11 @@ class _StepTrial(Trial):
     """Runs a step on a few rows, the user's own and drawn ones, outside any replica."""
 
     def __init__(self, model: keras.Model, step_function: Callable, spec: object, given: object | None = None):
-        super().__init__(captures.of(step_function))
+        super().__init__(step_function, model)
         self._given = given
         self._model, self._spec = model, spec
         self._step = training.without_optionals(model, step_function)
+        self._calls = 2 if model.run_eagerly else 1  # what an eager step keeps in Python may change the next
         self._predicts = step_function == model.predict_step
         self._owners = {id(v): at for at, metric in enumerate(model.metrics) for v in metric.variables}
         # Replicas weigh what passes its moments as a mean over rows. A gradient of something else is no such mean.
@@ -276,7 +282,7 @@ class _StepTrial(Trial):
     def _batches(self) -> Iterator[object]:
         if self._given is not None:
             yield self._given
-        for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS):
+        for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS, self._told):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
 
     def _difference(self, batch) -> str | None:
@@ -290,21 +296,19 @@ class _StepTrial(Trial):
         rows = tf.nest.map_structure(
             lambda v: worker_rows.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
         )
-        found, scope = Recorder((stop - start) / ROWS, start, stop, shards=self._shards), Apart()
+        found = Recorder((stop - start) / ROWS, start, stop, shards=self._shards)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, ROWS))
         with (
-            isolation.kept_draws(seed),
-            self._captured.preserving_variables(),
+            self._sandbox.around(found, seed) as scope,
             step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers)),
             tf.device("CPU:0"),
-            scope,
             contextlib.nullcontext() if self._stand_ins is None else self._stand_ins.seen(scope, piece),
+            scope.noting(),
         ):
             if self._predicts:
                 found.outputs = step_outputs.as_numbers(self._step(rows))
-            else:
-                found.logs = self._logs(rows)
-        found.assigned = scope.assigned()
+            for _ in range(0 if self._predicts else self._calls):
+                found.logs += self._logs(rows)
         return found
 
     def _logs(self, rows) -> list[np.ndarray]:

@@ -1,0 +1,106 @@
+"""What code can change in Python is put back."""
+
+import collections
+import functools
+import random
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfgpu.core.state.python_state import Kept
+
+NAMED, CACHE = None, {}
+
+
+@functools.cache
+def cached(name):
+    return [name]
+
+
+class Slotted:
+    __slots__ = ("full", "empty")
+
+    def __init__(self):
+        self.full = 1
+
+
+class Holder:
+    shared = 0
+
+    def __init__(self):
+        self.numbers, self.named, self.of_python = [1], collections.OrderedDict(a=1, b=2), types.SimpleNamespace(x=1)
+        self.queue, self.slotted, self.draws = collections.deque([1], maxlen=3), Slotted(), np.random.default_rng(0)
+        self.python, self.old = random.Random(0), np.random.RandomState(0)
+
+    @functools.cached_property
+    def late(self):
+        return object()
+
+
+def test_attributes_and_containers():
+    holder = Holder()
+    numbers, kept = holder.numbers, Kept([holder])
+    first = [holder.draws.random(), holder.python.random(), holder.old.random()]
+    kept.put_back()
+    holder.numbers.append(2)
+    holder.named["c"] = 3
+    holder.named.move_to_end("a")
+    holder.of_python.x = holder.slotted.full = holder.slotted.empty = 5
+    holder.queue.append(2)
+    holder.new, Holder.shared, holder.numbers = holder.late, 1, []
+    assert [holder.draws.random(), holder.python.random(), holder.old.random()] == first
+    assert kept.changed_numbers() == ["shared", "x"]
+    kept.put_back()
+    assert not kept.changed_numbers()
+    assert holder.numbers is numbers == [1] and list(holder.named.items()) == [("a", 1), ("b", 2)]
+    assert (holder.of_python.x, holder.slotted.full, list(holder.queue), Holder.shared) == (1, 1, [1], 0)
+    assert not {"new", "late"} & set(vars(holder)) and not hasattr(holder.slotted, "empty")
+    assert [holder.draws.random(), holder.python.random(), holder.old.random()] == first
+
+
+def test_what_functions_reach():
+    inner = None
+
+    def change(seen=[], *, more={}):  # noqa: B006
+        global NAMED
+        nonlocal inner
+        NAMED, inner = 1, 2
+        CACHE["a"] = cached("a")
+        seen.append(1)
+        more["a"] = 1
+        change.count = 1
+
+    kept = Kept([functools.partial(tf.function(change))])
+    change()
+    kept.put_back()
+    assert NAMED is None and inner is None and not CACHE and not cached.cache_info().currsize
+    assert change.__defaults__ == ([],) and change.__kwdefaults__ == {"more": {}} and not vars(change)
+
+
+@pytest.mark.parametrize("base", [keras.layers.Layer, tf.Module])
+def test_trackers_forget(base):
+    class Own(base):
+        def __init__(self):
+            super().__init__()
+            self.found = {}
+
+    own, count = Own(), lambda: len(own.variables)
+    kept = Kept([own])
+    own.found["late"] = own.late = keras.layers.Dense(2) if base is keras.layers.Layer else tf.Variable(0.0)
+    if base is keras.layers.Layer:
+        own.late.build((None, 3))
+    assert count()
+    kept.put_back()
+    assert not count() and not own.found and not hasattr(own, "late")
+    own.late = keras.layers.Dense(2) if base is keras.layers.Layer else tf.Variable(0.0)
+    if base is keras.layers.Layer:
+        own.late.build((None, 3))
+    assert count() == (2 if base is keras.layers.Layer else 1)
+
+
+def test_variables_are_told():
+    variable = tf.Variable(1.0)
+    assert Kept([lambda: variable]).variables == [variable]
