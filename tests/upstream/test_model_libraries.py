@@ -299,6 +299,20 @@ def test_a_loss_by_chunks_of_tokens_learns_what_all_logits_teach(make):
         np.testing.assert_allclose(there, here, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
+def test_parts_of_a_sequence_learn_what_one_device_learns(make):
+    pytest.importorskip("keras_hub")
+
+    def along_sequence():
+        model, data = make()
+        model = tfgpu.parallel.apply(model, tfgpu.parallel.Mesh(sequence=2, devices=["CPU:0", "CPU:1"]))
+        return compiled(model), data
+
+    expected, found = learned(make, None), learned(along_sequence, ["CPU:0"])
+    for here, there in zip(expected[0], found[0], strict=True):
+        np.testing.assert_allclose(there, here, atol=1e-5, rtol=1e-5)
+
+
 def test_weights_of_hugging_face_go_to_shards_as_kerashub_maps_them(tmp_path):
     """A folder of Hugging Face's GPT-2, two files and their index: what `from_preset` reads, and `load` with ZeRO 3."""
     pytest.importorskip("keras_hub")

@@ -29,6 +29,8 @@ class Masks:
         pairs: bool, broadcastable to [batch, heads, queries, keys], or None. It is as long as the square of the length.
         is_causal: a query sees keys up to its own position.
         window: a query sees keys less than this far from it, or None.
+        first_query: the position of the first query among the keys, where the queries are a part of the sequence.
+        empty_gives_zero: a query that sees no key gets zeros, not the mean of all values.
     """
 
     queries: tf.Tensor | None = None
@@ -36,6 +38,8 @@ class Masks:
     pairs: tf.Tensor | None = None
     is_causal: bool = False
     window: int | None = None
+    first_query: int = 0
+    empty_gives_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,12 @@ class Dropout:
     Attributes:
         rate: from 0 to below 1.
         seed: of this call, two integers.
+        first_block: the number of the first block in the sequence, where the queries are a part of it.
     """
 
     rate: float
     seed: tf.Tensor
+    first_block: int = 0
 
 
 def attention(
@@ -89,7 +95,9 @@ def attention(
     if heads is not None and shared is not None and heads > shared:
         key, value = (tf.repeat(each, heads // shared, axis=2) for each in (key, value))
     given = [query, key, value, *([] if bias is None else [bias])]
-    run = _Blocks(query, key, masks, scale, soft_cap, dropout, block, bias is not None)
+    run = Blocks(
+        query, key, masks=masks, scale=scale, soft_cap=soft_cap, dropout=dropout, size=block, has_bias=bias is not None
+    )
 
     @tf.custom_gradient
     def whole(*given):
@@ -100,21 +108,30 @@ def attention(
     return output
 
 
-class _Blocks:
-    """One call of `attention`."""
+class Blocks:
+    """One call of `attention`, whose arguments it takes.
 
-    def __init__(self, query, key, masks, scale, soft_cap, dropout, block, has_bias):
+    Args:
+        size: queries in a block.
+        has_bias: a bias is among what `forward` gets.
+        skips_later_keys: a causal block may leave out the keys behind it, of which dropout then draws nothing.
+    """
+
+    def __init__(
+        self, query, key, *, masks, scale, soft_cap=None, dropout=None, size, has_bias=False, skips_later_keys=True
+    ):
         self._masks, self._scale, self._soft_cap = masks, scale, soft_cap
         self._dropout, self._has_bias = dropout, has_bias
         length = query.shape[1]
-        self._size = min(block, length) if length else block
+        self._size = min(size, length) if length else size
         self._length = tf.shape(query)[1] if length is None else length
         self._keys = tf.shape(key)[1] if key.shape[1] is None else key.shape[1]
         self._count = -(-self._length // self._size)
         self._padding = self._count * self._size - self._length
         # A query whose keys are all masked gives all of them the same weight, also those behind it.
         only_causal = masks.is_causal and not masks.keys and masks.queries is masks.pairs is masks.window is None
-        self._skips_later_keys = only_causal and not step_context.is_in_xla()  # XLA needs one size for all blocks
+        # XLA needs one size for all blocks.
+        self._skips_later_keys = skips_later_keys and only_causal and not step_context.is_in_xla()
 
     def forward(self, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output for all queries."""
@@ -164,7 +181,7 @@ class _Blocks:
         """The output for one block of queries, as Keras computes it for all."""
         keys = self._keys
         if self._skips_later_keys:
-            keys = tf.minimum(keys, (at + 1) * self._size)
+            keys = tf.minimum(keys, self._masks.first_query + (at + 1) * self._size)
             key, value = key[:, :keys], value[:, :keys]
             bias = [each if each.shape[3] == 1 else each[..., :keys] for each in bias]
         scores = tf.cast(tf.einsum("BTNH,BSNH->BNTS", query, key), _wide(query.dtype))
@@ -176,9 +193,13 @@ class _Blocks:
         allowed = self._allowed(at, keys)
         if allowed is not None:
             scores = tf.where(allowed, scores, tf.constant(-0.7 * 3.38953e38, scores.dtype))
-        chances = tf.cast(tf.nn.softmax(scores), key.dtype)
+        chances = tf.nn.softmax(scores)
+        if allowed is not None and self._masks.empty_gives_zero:
+            chances = tf.where(allowed, chances, 0)
+        chances = tf.cast(chances, key.dtype)
         if self._dropout is not None:
-            chances = keras.random.dropout(chances, self._dropout.rate, seed=_Seed(self._dropout.seed, at))
+            seed = _Seed(self._dropout.seed, at + self._dropout.first_block)
+            chances = keras.random.dropout(chances, self._dropout.rate, seed=seed)
         return tf.einsum("BNTS,BSNH->BTNH", chances, value)
 
     def _allowed(self, at, keys) -> tf.Tensor | None:
@@ -189,7 +210,8 @@ class _Blocks:
         if masks.pairs is not None:
             found.append(self._rows(self._padded(masks.pairs, 2), at, 2))
         if masks.is_causal or masks.window is not None:
-            rows, columns = at * self._size + tf.range(self._size)[:, None], tf.range(keys)[None, :]
+            first = masks.first_query + at * self._size
+            rows, columns = first + tf.range(self._size)[:, None], tf.range(keys)[None, :]
             if masks.is_causal:
                 found.append((columns <= rows)[None, None])
             if masks.window is not None:

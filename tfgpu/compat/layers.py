@@ -20,6 +20,11 @@ def clear_losses(layer: keras.layers.Layer) -> None:
     layer._clear_losses()
 
 
+def added_losses(layer: keras.layers.Layer) -> list:
+    """The losses that a layer itself has added in calls, and has not forgotten."""
+    return list(layer._losses)
+
+
 def own_trainable(layer: keras.layers.Layer) -> list[keras.Variable]:
     """The variables that a layer itself created as trainable, frozen or not; without its sublayers'."""
     return layer._trainable_variables

@@ -172,6 +172,11 @@ def scope(**fields: Any) -> Iterator[None]:
         vars(context).update(before)
 
 
+def adopt(other: StepContext) -> None:
+    """Makes this thread know what another one knew when `other` was its context."""
+    _thread.context = dataclasses.replace(other, extensions=dict(other.extensions))
+
+
 class Slot:
     """A per-thread value that a feature keeps in the step context; None outside any block that sets it.
 

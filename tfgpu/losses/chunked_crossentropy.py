@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import keras as keras_private
-from tfgpu.core import step_context
+from tfgpu.core import logits, step_context
 from tfgpu.core.row_mixing.choices import by_rows
 from tfgpu.errors import InputError
 from tfgpu.losses import deferred_metrics, heads, row_chunks
@@ -88,6 +88,8 @@ class ChunkedCrossentropy(keras.losses.Loss):
             rows = row_chunks.compute(head, target, dtype, smoothing=self.label_smoothing, size=self.chunk)
             head.rows.append(rows)
             return rows.losses
+        if (found := logits.noted(y_pred, "sequence_parts")) is not None:
+            return self._by_parts(target, *found)
         is_eager = not hasattr(y_pred, "graph")
         if not (is_eager or keras_private.in_symbolic_scope() or step_context.current().is_trying):
             raise InputError(
@@ -96,6 +98,17 @@ class ChunkedCrossentropy(keras.losses.Loss):
                 f"{y_pred.name}. Make such a layer the model's last one (not quantized, split, recomputed or in a "
                 "pipeline), or use `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`."
             )
+        return self._of_all(target, y_pred)
+
+    def _by_parts(self, target: tf.Tensor, parts: tuple, devices: tuple) -> tf.Tensor:
+        """The losses of positions that are on several devices (`parallel.sequence`), each on its own."""
+        found = []
+        for own, part, device in zip(tf.split(target, len(parts), 1), parts, devices, strict=True):
+            with tf.device(device):
+                found.append(self._of_all(own, tf.cast(part, self.dtype)))
+        return tf.concat(found, 1)
+
+    def _of_all(self, target: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(target, y_pred)
         if not self.label_smoothing:
             return losses

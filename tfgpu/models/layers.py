@@ -50,8 +50,10 @@ class PositionEmbedding(keras.layers.Layer):
             name="positions",
         )
 
-    def call(self, inputs):
-        return inputs + keras.ops.cast(self.positions, inputs.dtype)
+    def call(self, inputs, start_index=0):
+        """Adds the positions from `start_index` on, where the inputs are a part of the sequence."""
+        positions = self.positions[start_index : start_index + inputs.shape[1]]
+        return inputs + keras.ops.cast(positions, inputs.dtype)
 
     def compute_output_shape(self, input_shape):
         return input_shape

@@ -21,8 +21,11 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots, training, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import surround_gradients
-from tfgpu.core import extensions, gradients, replication
+from tfgpu.core import extensions, gradients, replication, step_context
 from tfgpu.parallel import remote_devices
+
+_elsewhere = step_context.Slot("placement.elsewhere")
+"""The device on which this thread's layers run in place of their own."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,13 @@ def scope(placement: DevicePlacement) -> Iterator[None]:
     In a strategy's scope, a variable has a copy on each device of the placement.
     """
     colocate_gradients()
-    with tf.device(placement.local_device), variable_scope(placement):
+    with tf.device(_elsewhere.get() or placement.local_device), variable_scope(placement):
         yield
+
+
+def operations_on(device: str) -> contextlib.AbstractContextManager:
+    """Inside the block, layers run on this device, whatever placement they have; their variables stay."""
+    return _elsewhere.set_to(device)
 
 
 def variable_scope(placement: DevicePlacement) -> contextlib.AbstractContextManager:

@@ -21,6 +21,7 @@ from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
 from tfgpu.parallel.pipeline.sections import PipelineProgram
 from tfgpu.parallel.rematerialization import recomputed_layers
+from tfgpu.parallel.sequence import execution as sequence
 from tfgpu.parallel.tensor import block_run, block_trial, embeddings, partitioning
 from tfgpu.parallel.zero import sharded_optimizer
 
@@ -43,10 +44,10 @@ def apply(
     """Spreads a model over a mesh of devices. Call it before `compile`.
 
     Args:
-        model: functional or Sequential, built. Build a model that is too large for the first device under
-            `tf.device("CPU:0")`, outside any strategy.
-        mesh: its sizes along `data`, `pipeline` and `tensor`. A mesh without devices uses the GPUs, or the logical CPU
-            devices.
+        model: functional or Sequential, built; along `sequence` a subclassed one, too. Build a model that is too large
+            for the first device under `tf.device("CPU:0")`, outside any strategy.
+        mesh: its sizes along `data`, `pipeline`, `sequence` and `tensor`. A mesh without devices uses the GPUs, or the
+            logical CPU devices. `sequence` goes with `data` alone: each device computes its part of the positions.
         stages: of the pipeline; None takes the size along `pipeline`, or twice that for the schedule `"interleaved"`.
         microbatches: of the pipeline; None takes 4 per stage.
         schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
@@ -67,7 +68,10 @@ def apply(
         >>> model.compile("adam", "mse")
     """
     _check_zero(zero, mesh)
+    _check_sequence(mesh, zero)
     mesh = _with_devices(mesh)
+    if mesh.sequence > 1:
+        return _along_sequence(model, mesh)
     if mesh.tensor == 1 or mesh.pipeline > 1 or (stages or 1) > 1:
         model_graph.functional(model)  # raises if there is no graph
     recomputed_layers.check_not_recomputed(model)
@@ -102,6 +106,24 @@ def _check_zero(zero: int, mesh: Mesh) -> None:
             f"zero=3 shards the parameters along `data`, and {mesh} has other axes. Use zero=2, or a mesh with the "
             "axis `data` alone."
         )
+
+
+def _check_sequence(mesh: Mesh, zero: int) -> None:
+    if mesh.sequence > 1 and (mesh.pipeline > 1 or mesh.tensor > 1 or zero):
+        raise InputError(
+            f"`sequence` goes with `data` alone, without `zero`. Received: {mesh}, zero={zero}. Leave out `pipeline`, "
+            "`tensor` and `zero`, or `sequence`."
+        )
+
+
+def _along_sequence(model: keras.Model, mesh: Mesh) -> keras.Model:
+    recomputed_layers.check_not_recomputed(model)
+    if not model.built:
+        raise InputError(f"{model.name!r} is not built. Call it on a batch, or give it an `Input`, and then spread it.")
+    strategy, first = _strategy(model, mesh), _placement(mesh, 0)
+    placement.place_layers(model, dict.fromkeys(model_graph.layers_within(model), first), strategy)
+    sequence.install(model, mesh)
+    return model
 
 
 def _with_devices(mesh: Mesh) -> Mesh:

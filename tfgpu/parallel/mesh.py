@@ -3,6 +3,7 @@
 A mesh is a description: one for 64 GPUs can be made, and planned with, on a laptop.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from tfgpu.errors import InputError, unknown, whole_number
 
-AXES = ("data", "pipeline", "tensor")
+AXES = ("data", "pipeline", "sequence", "tensor")
 """From the outermost to the innermost: neighbors along `tensor` communicate most, so they are adjacent devices."""
 
 _NAME = re.compile(r"(?:([0-9]+)/)?(CPU|GPU):([0-9]+)", re.IGNORECASE)
@@ -21,13 +22,15 @@ _NAME = re.compile(r"(?:([0-9]+)/)?(CPU|GPU):([0-9]+)", re.IGNORECASE)
 class Mesh:
     """The sizes of the axes along which a model is spread, and the devices.
 
-    Devices are counted with `tensor` innermost, then `pipeline`, then `data`: with two of each, devices 0 and 1 share
-    the layers of one stage, 2 and 3 those of the next, and 4 to 7 are the second copy of the model.
+    Devices are counted with `tensor` innermost, then `sequence`, `pipeline` and `data`: with two each of `tensor`,
+    `pipeline` and `data`, devices 0 and 1 share the layers of one stage, 2 and 3 those of the next, and 4 to 7 are the
+    second copy of the model.
 
     Args:
         data: copies of the model, each of which trains on its part of the batch.
         pipeline: stages that each copy is split into.
         tensor: shards that a stage's large layers are split into.
+        sequence: parts that each sequence is split into; each device computes its part of the positions.
         devices: names in that order, such as `("GPU:0", "GPU:1")`, in a cluster with the number of the process
             (`"1/GPU:0"`); None takes the available devices when the mesh is used.
 
@@ -47,6 +50,7 @@ class Mesh:
     pipeline: int = 1
     tensor: int = 1
     devices: tuple[str, ...] | None = None
+    sequence: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -59,7 +63,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of devices that it needs."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.sequence * self.tensor
 
     def check(self, count: int) -> None:
         """Refuses a number of devices that the sizes do not multiply to, and suggests sizes that would fit.
@@ -81,16 +85,16 @@ class Mesh:
         Raises:
             InputError: their number does not fit, or this mesh has other devices.
         """
-        found = Mesh(self.data, self.pipeline, self.tensor, tuple(devices))
+        found = dataclasses.replace(self, devices=tuple(devices))
         if self.devices not in (None, found.devices):
             raise InputError(f"This mesh already has devices: {', '.join(self.devices)}.")
         return found
 
-    def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0) -> str:
+    def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0, sequence: int = 0) -> str:
         """The name of the device at a position.
 
         Args:
-            data: which copy of the model, from 0; `pipeline` and `tensor` alike.
+            data: which copy of the model, from 0; the others alike.
 
         Raises:
             InputError: the mesh has no devices yet, or no such position.
@@ -98,7 +102,7 @@ class Mesh:
         if self.devices is None:
             raise InputError(f"{self} has no devices yet. Give `devices=[...]`, or call `mesh.on(names)`.")
         place = 0
-        for axis, at in zip(AXES, (data, pipeline, tensor), strict=True):
+        for axis, at in zip(AXES, (data, pipeline, sequence, tensor), strict=True):
             size = getattr(self, axis)
             if not 0 <= at < size:
                 raise InputError(f"{self} has {axis} from 0 to {size - 1}. Received: {axis}={at}.")
@@ -109,7 +113,7 @@ class Mesh:
         """The groups of devices that differ along one axis only.
 
         Args:
-            axis: `"data"`, `"pipeline"` or `"tensor"`.
+            axis: `"data"`, `"pipeline"`, `"sequence"` or `"tensor"`.
 
         Raises:
             InputError: there is no such axis, or the mesh has no devices yet.
@@ -126,21 +130,23 @@ class Mesh:
         )
 
     def __str__(self) -> str:
-        return f"Mesh({', '.join(f'{axis}={getattr(self, axis)}' for axis in AXES)})"
+        shown = [axis for axis in AXES if axis != "sequence" or self.sequence > 1]
+        return f"Mesh({', '.join(f'{axis}={getattr(self, axis)}' for axis in shown)})"
 
     def _fitting(self, count: int) -> str:
         """Sizes that multiply to a number of devices: those that differ along one axis, or else the closest ones."""
-        sizes = {axis: getattr(self, axis) for axis in AXES}
+        used = [axis for axis in AXES if axis != "sequence" or self.sequence > 1]
+        sizes = {axis: getattr(self, axis) for axis in used}
         others = {axis: self.size // size for axis, size in sizes.items()}
         found = [f"{axis}={count // other}" for axis, other in others.items() if count % other == 0]
         if not found:
-            shapes = itertools.product(_divisors(count), repeat=len(AXES))
+            shapes = itertools.product(_divisors(count), repeat=len(used))
             fit = (shape for shape in shapes if math.prod(shape) == count)
             nearest = sorted(
                 fit, key=lambda shape: sum(abs(math.log(a / b)) for a, b in zip(shape, sizes.values(), strict=True))
             )
             found = [
-                f"({', '.join(f'{axis}={at}' for axis, at in zip(AXES, shape, strict=True))})" for shape in nearest[:3]
+                f"({', '.join(f'{axis}={at}' for axis, at in zip(used, shape, strict=True))})" for shape in nearest[:3]
             ]
         return " or ".join(found)
 

@@ -35,7 +35,7 @@ _CHANNELWISE_LAYERS = (
     *(getattr(keras.layers, f"Global{kind}Pooling{rank}D") for kind in ("Max", "Average") for rank in (1, 2, 3)),
     *(getattr(keras.layers, f"{kind}{at}D") for kind in ("UpSampling", "ZeroPadding", "Cropping") for at in (1, 2, 3)),
 )
-_ELEMENTWISE_OPERATIONS = frozenset(
+ELEMENTWISE_OPERATIONS = frozenset(
     "Relu Relu6 Gelu Silu Sigmoid Tanh Elu Selu Softplus Softsign LeakyRelu HardSigmoid HardSilu Mish Square Abs "
     "Absolute Negative Exp Identity Multiply Add Subtract Maximum Minimum".split()
 )
@@ -108,7 +108,7 @@ def why_not_split(layer: keras.layers.Layer, style: str, ways: int, *, is_planne
         low = size // ways * ways
         near = f"{low} or {low + ways}" if low else f"{ways}"
         return f"it has {size} {word}, which do not divide into {ways} shards ({near} would)"
-    if style == "column" and not is_planned and not _is_elementwise(layer.activation):
+    if style == "column" and not is_planned and not is_elementwise(layer.activation):
         return "its activation depends on all outputs"
     if style == "column" and not isinstance(layer.activity_regularizer, _SUMS):
         return "its activity regularizer depends on all outputs"
@@ -140,11 +140,11 @@ def works_on_shards(call: model_graph.Call, axis: int, ways: int) -> bool:
     if call.has_array_arguments:  # which would have to be split as well
         return False
     if not call.layers:
-        return type(operation).__module__.startswith("keras.") and type(operation).__name__ in _ELEMENTWISE_OPERATIONS
+        return type(operation).__module__.startswith("keras.") and type(operation).__name__ in ELEMENTWISE_OPERATIONS
     if isinstance(operation, keras.layers.BatchNormalization):
         return _normalizes_shards(operation, axis, len(call.outputs[0].shape), ways)
     if type(operation) is keras.layers.Activation:
-        return _is_elementwise(operation.activation)
+        return is_elementwise(operation.activation)
     if type(operation) is keras.layers.Dropout:
         return operation.noise_shape is None
     if type(operation) in _CHANNELWISE_LAYERS:
@@ -158,7 +158,7 @@ def _normalizes_shards(layer: keras.layers.BatchNormalization, axis: int, rank: 
     return layer.moving_mean.shape[0] % ways == 0
 
 
-def _is_elementwise(activation) -> bool:
+def is_elementwise(activation) -> bool:
     if activation is None:
         return True
     is_kerass = getattr(activation, "__module__", "").startswith("keras.")

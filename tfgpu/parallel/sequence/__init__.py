@@ -1,0 +1,1 @@
+"""Sequence parallelism: each device computes a part of the positions of every sequence."""

@@ -1,0 +1,264 @@
+"""Which layers and operations give each position its own result, and which need all positions.
+
+Keras's own layers have rules. Attention meets (`attention.py`). Everything else is tried once: its code runs on drawn
+values, whole and in parts; if the parts do not give the whole, it is computed on all positions, on the first device.
+"""
+
+import functools
+import inspect
+import logging
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import layers, slots
+from tfgpu.compat.keras import in_symbolic_scope, replaced_attributes, tree
+from tfgpu.compat.patch import wrap
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing import isolation
+from tfgpu.errors import InputError
+from tfgpu.parallel.sequence import positions, ranks
+from tfgpu.parallel.tensor import split_rules
+
+_log = logging.getLogger(__name__)
+_LOCAL = object()
+"""Says to a rank that it may compute its own positions."""
+_tried = step_context.Slot("sequence.tried")
+"""The layer whose own code this rank is about to try."""
+_TRIED_POSITIONS, _TRIED_ROWS = 4, 2
+_OF_FEATURES = (
+    keras.layers.Dense,
+    keras.layers.LayerNormalization,
+    keras.layers.RMSNormalization,
+    keras.layers.UnitNormalization,
+    keras.layers.Softmax,
+)
+_OF_NUMBERS = (
+    keras.layers.Embedding,
+    keras.layers.Dropout,
+    keras.layers.Identity,
+    keras.layers.InputLayer,
+    keras.layers.Masking,
+    keras.layers.Rescaling,
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+)
+_OF_SEVERAL = (
+    keras.layers.Add,
+    keras.layers.Subtract,
+    keras.layers.Multiply,
+    keras.layers.Average,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
+)
+_OPERATIONS = split_rules.ELEMENTWISE_OPERATIONS | frozenset(
+    "Cast Divide TrueDivide Sqrt Rsqrt Power Log Clip Where Equal NotEqual Greater GreaterEqual Less LessEqual "
+    "LogicalAnd LogicalOr LogicalNot Erf Softcap ZerosLike OnesLike StopGradient".split()
+)
+
+
+@functools.cache
+def install() -> None:
+    """Lets ranks compute layers and operations by their rules."""
+
+    @wrap("keras.layers.Layer.__call__")
+    def call_layer(stock, self, *args, **kwargs):
+        rank = ranks.here()
+        if rank is None or in_symbolic_scope():
+            return stock(self, *args, **kwargs)
+        if _tried.get() is self:
+            with _tried.set_to(None):
+                return stock(self, *args, **kwargs)
+        return _called(rank, self, functools.partial(stock, self), args, kwargs)
+
+    @wrap("keras.Operation.__call__")
+    def call_operation(stock, self, *args, **kwargs):
+        rank = ranks.here()
+        if rank is None or in_symbolic_scope() or isinstance(self, keras.layers.Layer):
+            return stock(self, *args, **kwargs)
+        return _called(rank, self, functools.partial(stock, self), args, kwargs)
+
+
+def _called(rank: ranks.Rank, operation, stock, args: tuple, kwargs: dict) -> object:
+    given = [value for value in tree.flatten((args, kwargs)) if tf.is_tensor(value)]
+    parts = [value for value in given if positions.is_part(value, rank.group.length)]
+    if not parts:  # the same for all ranks
+        with step_context.scope(draw_shard=None):
+            return positions.mark_alike(stock(*args, **kwargs))
+    if isinstance(operation, keras.layers.Layer):
+        if _is_by_positions(operation, parts, given, kwargs):
+            return stock(*args, **kwargs)
+    elif _is_elementwise(operation, parts, given):
+        return stock(*args, **kwargs)
+    answer = rank.meet(_Whole(rank.group, operation, stock).compute, (args, kwargs))
+    return stock(*args, **kwargs, **_start(operation, rank, args, kwargs)) if answer is _LOCAL else answer
+
+
+def _start(operation, rank: ranks.Rank, args: tuple, kwargs: dict) -> dict[str, int]:
+    """`start_index` for a layer that counts positions from it, as KerasHub's do, if it was not given."""
+    if len(args) > 1 or {"start_index", "positions"} & {*kwargs}:
+        return {}
+    takes = "start_index" in inspect.signature(type(operation).call).parameters
+    return {"start_index": rank.begin} if takes else {}
+
+
+def _is_by_positions(layer: keras.layers.Layer, parts: list, given: list, kwargs: dict) -> bool:
+    """Whether a layer of Keras's gives each position its own result, or meets within."""
+    kind, rank = type(layer), parts[0].shape.rank
+    if layer.activity_regularizer is not None or layers.recomputes(layer):
+        return False
+    if kind in _OF_FEATURES:
+        if rank < 3 or getattr(layer, "noise_shape", None) is not None:
+            return False
+        axis = getattr(layer, "axis", -1)
+        return all(at in (-1, rank - 1) for at in (axis if isinstance(axis, (list, tuple)) else [axis]))
+    if kind in _OF_NUMBERS or kind.__name__ == "ReversibleEmbedding":
+        return getattr(layer, "noise_shape", None) is None
+    if kind is keras.layers.Activation:
+        name = getattr(layer.activation, "__name__", "")
+        return split_rules.is_elementwise(layer.activation) or (name in ("softmax", "log_softmax") and rank >= 3)
+    if kind in _OF_SEVERAL:
+        return _are_alike(parts, given)
+    if kind is keras.layers.Concatenate:
+        return len(parts) == len(given) and rank >= 3 and layer.axis in (-1, rank - 1)
+    if kind is keras.layers.EinsumDense:
+        return _keeps_positions(layer.equation)
+    if kind in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention):
+        gives_scores = kwargs.get("return_attention_scores") or layers.attention_settings(layer).gives_scores
+        one_axis = kind is keras.layers.GroupQueryAttention or layers.attention_rank(layer) == 1
+        return not gives_scores and one_axis and rank == 3
+    # Keras's models, whose inner calls come here one by one; a class of the user's has code of its own.
+    return kind in (keras.Sequential, keras.Model) or kind.__name__ == "Functional"
+
+
+def _keeps_positions(equation: str) -> bool:
+    """Whether the second axis of the inputs is the second one of the outputs, and none of the kernel."""
+    inputs, result = equation.replace(" ", "").split("->")
+    given, kernel = inputs.split(",")
+    return "..." not in equation and len(given) > 2 and given[1] not in kernel and result[1:2] == given[1]
+
+
+def _are_alike(parts: list, given: list) -> bool:
+    """Whether all tensors are parts, or the same for each position."""
+    rank = parts[0].shape.rank
+    return all(
+        any(each is part for part in parts) or (each.shape.rank == rank and each.shape[1] == 1) or each.shape.rank == 0
+        for each in given
+    ) and all(part.shape.rank == rank for part in parts)
+
+
+def _is_elementwise(operation: keras.Operation, parts: list, given: list) -> bool:
+    name = type(operation).__name__
+    if not type(operation).__module__.startswith("keras."):
+        return False
+    if name in ("Softmax", "LogSoftmax"):
+        return parts[0].shape.rank >= 3 and operation.axis in (-1, parts[0].shape.rank - 1)
+    if name == "DotProductAttention":
+        return True
+    return name in _OPERATIONS and _are_alike(parts, given)
+
+
+class _Whole:
+    """What a call needs that may need all positions: a verdict, and then the call on all of them."""
+
+    def __init__(self, group: ranks.Group, operation, stock):
+        self._group, self._operation, self._stock = group, operation, stock
+
+    def compute(self, brought: list) -> list:
+        """`_LOCAL` for each rank, or its part of the call's results on all positions."""
+        group = self._group
+        if isinstance(self._operation, keras.layers.Layer) and self._is_local(brought[0]):
+            return [_LOCAL] * group.count
+        with tf.device(group.devices[0]):
+            args, kwargs = positions.whole(brought, group.length)
+            result = self._stock(*args, **kwargs)
+            ranks_of_inputs = {each.shape.rank for each in tree.flatten(brought[0]) if tf.is_tensor(each)}
+            return positions.split(result, group.length, group.devices, sorted(ranks_of_inputs))
+
+    def _is_local(self, given: tuple) -> bool:
+        """Whether parts give the whole, by a trial that is kept with the layer."""
+        layer, length = self._operation, self._group.length
+        if type(layer).__module__.startswith("keras.") and type(layer).call is not keras.layers.Layer.call:
+            return False  # Keras's own layers have rules
+        key = tuple(
+            (each.shape.rank, positions.is_part(each, length)) if tf.is_tensor(each) else None
+            for each in tree.flatten(given)
+        )
+        known = vars(slots.of(layer)).setdefault("sequence_verdicts", {})
+        if key not in known:
+            why = _Trial(layer, given, length, self._group.count).why_whole()
+            known[key] = why is None
+            if why is not None:
+                _log.warning(
+                    "%s %r mixes positions (%s): the first device of each group computes it on the whole sequence.",
+                    type(layer).__name__,
+                    layer.name,
+                    why,
+                )
+        return known[key]
+
+
+class _Trial:
+    """A layer's code on drawn values, whole and in parts."""
+
+    def __init__(self, layer: keras.layers.Layer, given: tuple, length: int, count: int):
+        self._layer, self._given, self._length, self._count = layer, given, length, count
+
+    def why_whole(self) -> str | None:
+        """Why the layer needs all positions; None if it does not."""
+        return isolation.run(self._apart)
+
+    def _apart(self) -> str | None:
+        with replaced_attributes({"current_call_ctx": None}), keras.StatelessScope():  # not in training
+            return self._judged()
+
+    def _judged(self) -> str | None:
+        layer, small = self._layer, min(self._length, _TRIED_POSITIONS)
+        for seed in range(2):
+            args, kwargs = self._drawn(np.random.default_rng(seed), small * self._count)
+            try:
+                expected = tree.flatten(layer(*args, **kwargs))
+                if layers.added_losses(layer):
+                    return "it adds a loss"
+                found = self._in_parts(args, kwargs, small)
+            except Exception as error:
+                return f"{type(error).__name__} in its parts" if not isinstance(error, InputError) else str(error)
+            finally:
+                layers.clear_losses(layer)
+            for one, other in zip(expected, found, strict=True):
+                if one.shape != other.shape or not np.allclose(one, other, rtol=1e-4, atol=1e-5):
+                    return "its parts do not give the whole"
+        return None
+
+    def _in_parts(self, args: tuple, kwargs: dict, small: int) -> list:
+        devices = ["CPU:0"] * self._count
+        given = positions.split((args, kwargs), small, devices, range(2, 9))
+
+        def call(rank: ranks.Rank):
+            own, named = given[rank.at]
+            with _tried.set_to(self._layer):
+                return self._layer(*own, **named, **_start(self._layer, rank, own, named))
+
+        return tree.flatten(positions.whole(ranks.Group(devices, small).run(call), small))
+
+    def _drawn(self, random: np.random.Generator, length: int) -> tuple:
+        def draw(value):
+            if not tf.is_tensor(value):
+                return value
+            shape = [_TRIED_ROWS, *(size or 3 for size in value.shape[1:])] if value.shape.rank else []
+            if positions.is_part(value, self._length):
+                shape[1] = length
+            # A mask of queries and keys has positions on a later axis, too.
+            whole = self._length * self._count
+            shape = shape[:2] + [length if size == whole else size for size in shape[2:]]
+            if value.dtype == tf.bool:
+                return tf.constant(random.uniform(size=shape) < 0.8)
+            if value.dtype.is_integer:
+                return tf.cast(random.integers(0, 2, shape), value.dtype)
+            return tf.cast(random.normal(size=shape), value.dtype)
+
+        args, kwargs = self._given
+        named = {name: value for name, value in kwargs.items() if name != "training"}  # in which dropout draws
+        return tree.map_structure(draw, (args, named))
