@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tfgpu.cli import _execute
 from tfgpu.errors import InputError
 from tfgpu.parallel import Layout, plan, predict
 from tfgpu.parallel.planning import pretrained
@@ -87,3 +88,14 @@ def test_a_step_takes_what_is_predicted(rows, lora):
     assert measured["variables"] == memory.parameters
     ratio = measured["bytes"] / (memory.peak - memory.parameters - memory.slots)
     assert 0.8 < ratio < 1.2 if lora is None else 0.4 < ratio < 1.1, ratio
+
+
+def test_the_command_plans_a_published_model(capsys):
+    asked = ["plan", "--pretrained", "llama3-8b", "--devices", "2", "--memory", "24GB"]
+    assert _execute([*asked, "--lora", "16", "--weights", "int4"]) == 0
+    assert "llama3-8b: 8.0 billion parameters" in capsys.readouterr().out
+    assert _execute(asked) == 1  # nothing fits
+    for wrong in (["--hidden", "64"], ["--weights", "int4"]):
+        assert _execute([*asked, *wrong]) == 2
+    assert _execute(["plan", "--devices", "2", "--lora", "16"]) == 2
+    assert "Add --pretrained NAME" in capsys.readouterr().err
