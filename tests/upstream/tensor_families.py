@@ -216,6 +216,7 @@ def main(names):
     for name in names or TABLE:
         full, small, both = compare(name), compare(name, "LoRA"), compare(name, layout="data 2 x tensor 2")
         apart = " | ".join(f"{max(each.weights, each.logs):.0e}" for each in (full, small, both))
+        apart += " (no balance loss)" if name in without_balance("data 2 x tensor 2") else ""
         print(f"| {name} | {full.block_share:.2f} | {full.share:.2f} | {apart} |", flush=True)
 
 
