@@ -14,7 +14,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "layout"), CASES, ids=" / ".join)
+@pytest.mark.parametrize(("family", "kind", "layout"), CASES, ids=[", ".join(case) for case in CASES])
 def test_the_training_is_one_devices(family, kind, layout):
     found = families.compare(family, kind, layout)
     assert found.logs < 1e-5
