@@ -193,7 +193,7 @@ def test_wrong_numbers_are_refused(wrong, tmp_path):
     "words, told",
     [
         (["none.py"], "There is no 'none.py'. Give a script (.py), a recipe (.yaml, or one of cifar10, digits,"),
-        (["digit"], "Unknown target 'digit'. Did you mean 'digits'? Choices: cifar10, digits, imagenet,"),
+        (["digit"], "Unknown target 'digit'. Did you mean 'digits'? Choices: cifar10, digits, finetune-text,"),
         (["runs/digits"], "There is no 'runs/digits'"),
         (["digits", "--epochs", "3"], "Arguments and --whole are for scripts"),
         (["--whole", "digits"], "Arguments and --whole are for scripts. Received: 'digits'."),

@@ -58,7 +58,7 @@ class Kept:
 
     Example:
         >>> seen = []
-        >>> kept = Kept([lambda: seen.append(1)])
+        >>> kept = Kept([seen])
         >>> seen.append(2)
         >>> kept.put_back()
         >>> seen
