@@ -62,6 +62,7 @@ def pytest_runtest_protocol(item):
         cost_s = sum(os.times()[:4]) - sum(before[:4])
         memory_mb = psutil.Process().memory_info().rss / 2**20
         said = {"test": item.nodeid, "slow": "slow" in item.keywords, "cpu_s": cost_s, "memory_mb": memory_mb}
+        said["process"] = os.environ.get("PYTEST_XDIST_WORKER", "")
         with open(path, "a") as file:  # One write a line: two processes may append.
             file.write(json.dumps(said) + "\n")
     return result

@@ -44,7 +44,7 @@ def check(inputs, bias=(), mask=None, causal=False, block=4, atol=1e-6, compiled
             np.testing.assert_allclose(tf.cast(found, tf.float32), tf.cast(expected, tf.float32), atol=atol)
 
 
-@pytest.mark.sample("3-7-2-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("shared", [HEADS, 2, 1])
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (8, 12), (3, 7), (1, 5)])

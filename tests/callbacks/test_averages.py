@@ -169,6 +169,7 @@ def stopped_and_resumed(folder, build, *, epochs=5, **at):
     return model, history
 
 
+@pytest.mark.slow
 def test_a_mean_survives_a_stop_between_its_epochs(tmp_path, averaged):
     build = (lambda: [StochasticWeightAverage(2, every=2, data=batches())], {})
     model, history = stopped_and_resumed(tmp_path, build, epoch=3)

@@ -117,6 +117,7 @@ def test_training_goes_on_from_the_chiefs_weights(model_of, caplog):
     assert flipped.done == 16
 
 
+@pytest.mark.slow
 def test_by_default_comparisons_take_their_share_and_no_more(model_of):
     model = model_of(2, every=None)
     fit(model)

@@ -407,6 +407,7 @@ def test_what_cannot_be_tried_is_gathered(caplog):
     assert "could not be tried (RuntimeError" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_is_refused_or_warned_about(caplog, gathered):
     with pytest.raises(InputError, match=r"'not_on_drawn.*by_rows"):
         trained(tfgpu.strategy("mirrored", devices=2, unproven="refuse"), lambda: functional(NotOnDrawn))

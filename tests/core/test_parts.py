@@ -71,7 +71,7 @@ def values(model):
 @pytest.mark.parametrize(
     ("replicas", "stage", "policy"),
     [
-        (3, 3, "float32"),
+        pytest.param(3, 3, "float32", marks=pytest.mark.slow),
         pytest.param(2, 2, "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 0, "float32", marks=pytest.mark.slow),
     ],

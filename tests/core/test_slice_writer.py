@@ -56,6 +56,7 @@ def both(model, folder, monkeypatch) -> tuple[dict, dict]:
     return content(folder / "m.keras"), content(folder / "stock.keras")
 
 
+@pytest.mark.sample("0-float32", "3-bfloat16")
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [(0, "float32"), (3, "float32"), (2, "float32"), (0, "float16"), (0, "bfloat16"), (3, "bfloat16")],
@@ -89,6 +90,7 @@ def test_vocabularies_states_and_own_arrays_are_kept(tmp_path, monkeypatch):
     assert ours == stock and any("assets" in name for name in ours)
 
 
+@pytest.mark.slow
 def test_slices_are_small(monkeypatch):
     monkeypatch.setattr(slice_writer, "_SLICE_BYTES", 64)
     model = model_of(3)

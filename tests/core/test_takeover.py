@@ -126,6 +126,7 @@ def test_one_that_has_trained_is_refused():
         two.compile(optimizer, "mse")
 
 
+@pytest.mark.slow
 def test_optimizers_that_a_model_keeps_itself():
     found = []
     for model in (make(Adversaries), on_two(Adversaries)):

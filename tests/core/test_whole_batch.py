@@ -346,6 +346,7 @@ def test_numbers_of_tf_random_do_not_look_like_mixed_rows(caplog):
     assert "tf.random" in said and SEEN not in said
 
 
+@pytest.mark.slow
 def test_what_the_user_says_is_not_tried(caplog):
     class Marked(Clips):
         @tfgpu.by_rows

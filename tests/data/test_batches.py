@@ -84,6 +84,7 @@ def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
     assert same(batches(resumed.train), straight[1])
 
 
+@pytest.mark.slow
 def test_examples_in_memory_and_on_disk_are_the_same(tmp_path):
     source = _folder(tmp_path, 20)
     memory, disk = (pipeline(source, global_batch=6, augment=STAGES, memory_bytes=m, **PARTS) for m in (1 << 30, 0))
@@ -116,6 +117,7 @@ def test_peek_leaves_the_epoch_where_it_is():
     assert [numbers(data.train) for _ in range(2)] == straight
 
 
+@pytest.mark.slow
 def test_only_training_is_augmented():
     plain, changed = (pipeline("digits", global_batch=64, augment=a, **PARTS) for a in ((), "auto"))
     assert [name for name, _ in changed.info.augment] == ["shift", "rotate", "zoom"]
@@ -125,6 +127,7 @@ def test_only_training_is_augmented():
     assert np.array_equal(y, v) and not np.array_equal(x, u)
 
 
+@pytest.mark.slow
 def test_augmentation_does_not_depend_on_the_batch():
     one, two = (pipeline("digits", global_batch=b, augment="auto", seed=5, **PARTS) for b in (64, 100))
     x, u = (np.concatenate([x for x, _ in batches(d.train)]) for d in (one, two))

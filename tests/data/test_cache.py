@@ -43,6 +43,7 @@ def opened(source, directory, **settings):
     return examples.stored().numpy()
 
 
+@pytest.mark.slow
 def test_every_cache_gives_the_same_batches(photos, tmp_path):
     settings = {"cache": "disk", "cache_directory": tmp_path / "cache"}
     kinds, batches = zip(*(read(photos, **s) for s in ({}, {"cache": "none"}, settings)), strict=True)

@@ -56,6 +56,7 @@ def test_without_shuffle_sources_are_spread_evenly():
     assert numbers_of(data).tolist() == [0, 1, 100, 2, 3, 4, 101, 5]
 
 
+@pytest.mark.slow
 def test_files_and_arrays_mix_and_keep_their_parts(tmp_path):
     x, y = source(0, 24)
     write_shards({"train": (x[:20], y[:20]), "test": (x[20:], y[20:])}, tmp_path / "shards", shards=2)

@@ -76,6 +76,7 @@ def test_each_worker_reads_its_own_rows_alone(tmp_path, monkeypatch):
         assert of_pictures == COUNT // 2
 
 
+@pytest.mark.slow
 def test_parts_are_named_in_the_file_or_by_files(tmp_path):
     x, y = RNG.normal(size=(9, 4)), np.arange(9) % 3
     np.savez(tmp_path / "one.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])

@@ -72,7 +72,7 @@ def batches(part) -> list[list[np.ndarray]]:
     return [[each.numpy() for each in tf.nest.flatten(batch)] for batch in part]
 
 
-@pytest.mark.sample("coco-by-place", "masks-by-place", "named-memory")
+@pytest.mark.sample("masks-by-place", "named-memory")
 @pytest.mark.parametrize("memory", ["memory", "by-place"])
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_batches_are_those_of_the_arrays_to_the_bit(tmp_path, name, memory):
@@ -118,6 +118,7 @@ def test_a_worker_loads_its_own_rows_alone(tmp_path, monkeypatch, name):
         assert len(read) == COUNT // 2
 
 
+@pytest.mark.slow
 def test_pictures_of_another_size_take_their_boxes_and_masks_along(tmp_path):
     coco(tmp_path / "a")
     data = pipeline(f"coco:{tmp_path}/a/boxes.json", global_batch=COUNT, shuffle=False, image_size=(5, 20))

@@ -59,7 +59,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.sample("files", "named")
+@pytest.mark.sample("named")
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_iteration_begins_with_any_batch(name):
     source, settings = SOURCES[name]

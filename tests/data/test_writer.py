@@ -66,6 +66,7 @@ def test_digits_come_back_exactly(out):
     np.testing.assert_array_equal(examples.labels, source.labels)
 
 
+@pytest.mark.slow
 def test_images_of_files_keep_their_bytes_and_parts(tmp_path, out):
     source = photos(tmp_path / "photos")
     listed = write_shards(source, out, shards=3)

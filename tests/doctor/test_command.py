@@ -32,6 +32,7 @@ def test_invalid_input_is_reported_at_once(words, error, clean, tmp_path):
     assert done.returncode == 2 and error in " ".join(done.stderr.split()), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_and_the_bundle_of_a_machine_without_tensorflow(clean, tmp_path):
     (tmp_path / "tensorflow").mkdir()

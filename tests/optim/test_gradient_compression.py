@@ -40,6 +40,7 @@ def test_each_replica_sends_its_largest_and_keeps_the_rest(steps, weights):
     assert found == weights
 
 
+@pytest.mark.slow
 def test_a_residual_is_sent_when_it_is_the_largest():
     # The second number grows by 1 a step while 1.5 is sent: after 1.5 | 2 (sends the second: 2) ...
     found, _ = trained([[3, 2, 0, 0], [3, 2, 0, 0]], 4, 0.25)

@@ -86,6 +86,7 @@ def test_an_outer_step_begins_at_the_weights_that_were_set():
     assert copies(model.variables[0]) == pytest.approx([96, 96], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_synchronous_updates_come_first():
     strategy, seen = tfgpu.strategy("averaging", 2, every=2, after=2), []
     model = line(strategy, lambda: keras.optimizers.SGD(1.0), weight=20.0)
@@ -104,6 +105,7 @@ def test_blocks_end_where_synchronous_training_ends():
     assert averaging.traffic(model).rounds == 2
 
 
+@pytest.mark.slow
 def test_an_update_is_several_batches_with_accumulation():
     strategy = tfgpu.strategy("averaging", 2, every=2, after=1)
     model = line(strategy, lambda: keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), weight=20.0)

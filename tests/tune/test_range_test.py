@@ -134,6 +134,7 @@ def test_the_curve_is_one_devices():
         assert many.suggestion == pytest.approx(one.suggestion, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_first_losses_are_those_of_steps_at_those_rates():
     found = tune.learning_rate(build(), data(), steps=20, lowest=0.01, highest=0.1)
     model = build()

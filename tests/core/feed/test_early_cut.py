@@ -124,7 +124,7 @@ def same(found, expected):
         assert ours.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.sample("map", "repeated batches", "static rows after", "arrays")
+@pytest.mark.sample("map", "arrays")
 @pytest.mark.parametrize("name", [*CUT, *ROWS_ONLY])
 def test_a_worker_makes_its_rows_and_no_others(name):
     make = (CUT | ROWS_ONLY)[name]
@@ -143,7 +143,7 @@ def test_a_worker_makes_its_rows_and_no_others(name):
                 assert calls["decode"] == sum(map(ranges.rows, sizes)), (work, ranges)
 
 
-@pytest.mark.sample("0-map", "3-arrays")
+@pytest.mark.sample("0-map")
 @pytest.mark.parametrize(
     "name", ["map", "static and even", "dicts", "repeated batches", "rows after", "arrays", "static arrays"]
 )
