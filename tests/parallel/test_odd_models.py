@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import tfgpu
-from tfgpu.parallel import Mesh, pipeline, place, recompute, tensor
+from tfgpu.parallel import Mesh, apply, pipeline, place, recompute, tensor
 from tfgpu.parallel.pipeline import execution
 
 layers = keras.layers
@@ -263,3 +263,28 @@ def trained_around():
 def test_invalid_settings_are_reported(make, message, tmp_path):
     with pytest.raises(tfgpu.InputError, match=message):
         make(tmp_path)
+
+
+class Balanced(layers.Layer):
+    """Adds a loss that is no mean over rows."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(keras.ops.mean(x, axis=0) ** 2))
+        return x
+
+
+class Block(layers.Layer):
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.dense, self.balanced = layers.Dense(4, name="dense"), Balanced(name="balanced")
+
+    def call(self, x):
+        return self.balanced(self.dense(x))
+
+
+def test_a_layer_that_mixes_rows_within_a_spread_layer_is_named(caplog):
+    inputs = keras.Input((8,))
+    model = apply(keras.Model(inputs, layers.Dense(1)(Block(name="block")(inputs))), Mesh(data=2))
+    with caplog.at_level("WARNING", logger="tfgpu"):
+        trained(model, epochs=1)
+    assert "'balanced' (Balanced) may look at several rows of a batch" in caplog.text

@@ -115,8 +115,8 @@ def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
             _tell_spread(layer, verdict)
         else:
             _tell(layer, verdict, piece)
-    if is_spread:
-        return Verdict(Needs.ITS_ROWS)
+    if is_spread:  # layers within that look at several rows are named
+        return verdict if verdict.needs is Needs.ITS_PARTS else Verdict(Needs.ITS_ROWS)
     return _of_unproven(layer, verdict, piece) if verdict.needs is Needs.UNKNOWN else verdict
 
 
