@@ -65,7 +65,7 @@ class Pictures:
         return tfgpu.data.pipeline(source, global_batch=_BATCH, seed=1, cache="none").train
 
     def plain(self) -> Any:
-        """As a script of one's own reads them."""
+        """Reads them as a user's script does."""
         import tensorflow as tf
 
         order = tf.data.Dataset.range(len(self.paths)).shuffle(len(self.paths), seed=1)

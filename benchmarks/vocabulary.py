@@ -9,14 +9,12 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from typing import Annotated
 
 import typer
 
-from benchmarks.children import ROOT
+from benchmarks import children
 
 WAYS = ("whole", "chunks")
 
@@ -58,10 +56,7 @@ def memory(tokens: int, way: str, width: int, vocabulary: int) -> None:
 
 
 def in_process(*words: object) -> float:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", "benchmarks.vocabulary", "--child", ",".join(map(str, words))]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return children.answer("benchmarks.vocabulary", *words)
 
 
 def main(

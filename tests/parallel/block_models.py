@@ -1,4 +1,4 @@
-"""Layers of one's own with plans, and models of them: for `test_tensor_blocks.py`."""
+"""Custom layers with plans, and models that use them: for `test_tensor_blocks.py`."""
 
 import keras
 import numpy as np

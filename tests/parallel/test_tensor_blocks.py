@@ -1,4 +1,4 @@
-"""Layers of one's own are split by the plan of their class, and learn what they learn on one device."""
+"""Custom layers are split by the plan of their class, and learn what they learn on one device."""
 
 import block_models as models
 import keras

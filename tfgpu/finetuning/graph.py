@@ -21,7 +21,7 @@ class SegmentMask(keras.layers.Layer):
 
 
 def packed_inputs(task: keras.Model) -> tuple[str, ...] | None:
-    """The inputs of a model whose rows may hold several sequences; None if its layers cannot keep them apart.
+    """Returns the model's inputs for packed sequences, or None if its layers cannot keep sequences apart.
 
     Its blocks must take a mask of queries and keys, and a table of positions must take the positions.
     """

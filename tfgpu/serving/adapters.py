@@ -171,6 +171,8 @@ def _write(model: keras.Model, found: list[lora_layers.LoraLayer], path: Path) -
 
 def _read(path: Path) -> tuple[dict, dict[int, list[np.ndarray]], dict[int, np.ndarray]]:
     """The facts of a file, the two matrices of each layer by its position, and other weights by theirs."""
+    if not path.is_file():
+        raise InputError(f"There is no file {str(path)!r}. Give a file of `tfgpu.serving.export_adapters`.")
     try:
         with h5py.File(path, "r") as file:
             facts = json.loads(file.attrs[_FACTS])

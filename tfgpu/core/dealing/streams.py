@@ -162,7 +162,7 @@ class Stream:
                 return
 
     def _made(self) -> tuple[list[np.ndarray] | None, dict]:
-        """The next batch and the header of its frames; no batch if there is none."""
+        """Returns the next batch, or None at the end, and the frame header."""
         if self._is_closed:
             raise Closed
         try:

@@ -9,10 +9,10 @@ _CHUNK_BYTES = 1 << 26
 
 
 class Mapped:
-    """One array per file, one after another, as one array whose rows are read and converted when they are asked for.
+    """Joins one array per file into one array, whose rows are read and converted on demand.
 
     Args:
-        sources: memory-mapped arrays whose rows have one shape and dtype.
+        sources: memory-mapped arrays; all rows have the same shape and dtype.
         convert: what happens to rows, such as the change of their dtype; rows are converted by themselves.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How the layers within a layer of one's own are split over devices: a plan per class.
+"""How the layers within a custom layer are split over devices: a plan per class.
 
 A functional model shows which layer follows which; the `call` of a subclassed layer is Python code, which does not. A
 plan says which sublayers of it are column-parallel, and which row-parallel.

@@ -1,4 +1,4 @@
-"""Finds the layers of one's own, and of KerasHub, that a plan splits, and checks that each can be split."""
+"""Finds the custom layers, and those of KerasHub, that a plan splits, and checks that each can be split."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -68,7 +68,7 @@ def split_style(style, repeats: int) -> str | None:
 
 
 def find(model: keras.Model, ways: int, taken: set[int], wanted: Mapping[str, str | None] | None):
-    """The blocks of a model, and the embeddings within layers of one's own.
+    """The blocks of a model, and the embeddings within custom layers.
 
     Args:
         model: the model.
@@ -127,7 +127,7 @@ def _plan(path: str, layer: keras.layers.Layer, wanted: Mapping | None) -> Tenso
 
 
 def _could_have_plan(layer: keras.layers.Layer) -> bool:
-    """Whether a layer of one's own holds at least two kernels that a plan could name."""
+    """Whether a custom layer holds at least two kernels that a plan could name."""
     inner = layers_private.layers_within(layer, include_self=False, recursive=False)
     is_own = not type(layer).__module__.startswith("keras.")
     return is_own and sum(split_rules.is_linear(each) for each in inner) > 1

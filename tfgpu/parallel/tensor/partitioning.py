@@ -7,7 +7,7 @@
 | `"heads"` | attention, by heads | one in the forward pass, one in the backward pass |
 | `"vocabulary"` | an embedding, by rows | one in the forward pass |
 
-Layers within a layer of one's own, and of KerasHub, are split by the plan of its class (`block_plans`).
+Layers within a custom layer, or a layer of KerasHub, are split by the plan of its class (`block_plans`).
 
 A column-parallel layer, element-wise layers (dropout, activations, products, BatchNormalization by channels) and a
 row-parallel layer make a pair, which needs one sum in the forward pass and one in the backward pass.
@@ -37,7 +37,7 @@ class Partitioning:
         calls: for each functional model in which something is split, the calls that it runs from now on.
         segments: pairs of the path of a segment's first layer, and the segment.
         embeddings: pairs of a path and an embedding that is split by rows.
-        blocks: layers of one's own whose sublayers are split, each after the block around it.
+        blocks: custom layers whose sublayers are split, each after the block around it.
         layers: for each layer with variables, how it is split or why it is not.
     """
 
