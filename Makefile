@@ -58,10 +58,10 @@ digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
 	$(BIN)/python benchmarks/digits.py
 
 matrix: $(STAMP)  ## Compare every option with one device, stock Keras beside tfgpu (hours)
-	$(BIN)/python tests/matrix/run.py --paths fit loop loop-mean sharded --folder build/matrix --json build/matrix.json --write docs/equivalence.md
+	$(BIN)/python tests/matrix/run.py --paths fit loop loop-mean sharded --folder build/matrix --json build/matrix.json --write docs/measured/equivalence.md
 
 versions: $(STAMP)  ## Try the supported TensorFlow and Keras versions, each in an environment of its own (half an hour)
-	$(BIN)/python tests/versions/run.py --write docs/versions.md $(ARGS)
+	$(BIN)/python tests/versions/run.py --write docs/measured/versions.md $(ARGS)
 
 # PyTorch and JAX, beside the package's environment, not in it. PyTorch's CPU build where an index has it
 # (PIP_EXTRA_INDEX_URL can name PyTorch's own), else what there is. A peer that cannot be had is a row that says so.
@@ -74,7 +74,7 @@ $(PEERS)/.installed: Makefile
 		|| $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch
 	touch $@
 
-bench: $(STAMP) $(PEERS)/.installed  ## Measure speed beside Keras, JAX and PyTorch; writes docs/benchmarks.md
+bench: $(STAMP) $(PEERS)/.installed  ## Measure speed beside Keras, JAX and PyTorch; writes docs/measured/benchmarks.md
 	$(BIN)/python -m benchmarks.all $(ARGS)
 
 gpu-first: $(STAMP)  ## What only a GPU can show: is the step right, and where does it run? Under ten minutes

@@ -1,4 +1,4 @@
-"""Measures tfgpu beside its peers, side by side in one run, and writes docs/benchmarks.md.
+"""Measures tfgpu beside its peers, side by side in one run, and writes docs/measured/benchmarks.md.
 
     make bench                                    # all; an hour or two on a machine that does nothing else
     python -m benchmarks.all --works mlp --topologies one
@@ -68,7 +68,7 @@ def main(
     warmup: Annotated[int, typer.Option(min=0, help="Rounds that do not.")] = 3,
     cores: Annotated[int, typer.Option(min=0, help="How many cores to use; 0: all.")] = 0,
     folder: Annotated[Path, typer.Option(help="Of the cells.")] = ROOT / "build" / "bench" / "cells",
-    docs: Annotated[Path, typer.Option(help="Of the page, its JSON and its pictures.")] = ROOT / "docs",
+    docs: Annotated[Path, typer.Option(help="Of the page, its JSON and its pictures.")] = ROOT / "docs" / "measured",
     gpu: Annotated[Path | None, typer.Option(help="What benchmarks/gpu.py wrote; in docs by default.")] = None,
     peers_python: Annotated[Path, typer.Option(help="Python with PyTorch and JAX.")] = PEERS_PYTHON,
     tiny: Annotated[bool, typer.Option(help="Next to no work; writes under build/bench/tiny.")] = False,

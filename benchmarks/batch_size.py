@@ -3,7 +3,7 @@
 python -m benchmarks.batch_size --searches 3
 
 Each search tries every batch in a process of its own, with `rounds` measurements; the searches say what a whole one is
-worth, since a machine that others use is another one a minute later. Written is docs/batch-size.json.
+worth, since a machine that others use is another one a minute later. Written is docs/measured/batch-size.json.
 """
 
 import json
@@ -16,7 +16,7 @@ import typer
 from benchmarks.children import ROOT
 from benchmarks.machine import facts
 
-RESULTS = ROOT / "docs" / "batch-size.json"
+RESULTS = ROOT / "docs" / "measured" / "batch-size.json"
 
 
 def table(searches: list[dict]) -> str:

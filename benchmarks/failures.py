@@ -3,7 +3,7 @@
 python -m benchmarks.failures
 
 `tfgpu launch -n 2` trains with `Checkpoint(every_steps=...)`; a worker is killed at exponentially distributed times.
-Written are docs/scale/failures.json; `python -m benchmarks.scale` makes the page's table of it.
+Written are docs/measured/scale/failures.json; `python -m benchmarks.scale` makes the page's table of it.
 """
 
 import json
@@ -22,7 +22,7 @@ from benchmarks import launched
 from benchmarks.children import ROOT
 from benchmarks.scaling_model import lost_fraction
 
-RESULTS = ROOT / "docs" / "scale" / "failures.json"
+RESULTS = ROOT / "docs" / "measured" / "scale" / "failures.json"
 ENDLESS = 1_000_000
 
 

@@ -56,7 +56,7 @@ def main(
     tiny: Annotated[bool, typer.Option(help="A small model, on the CPU if need be; writes to build/bench.")] = False,
 ) -> None:
     """Measures the cells that the file lacks, as far as the time goes, and prints the table."""
-    default = ROOT / "build" / "bench" / "gpu-tiny.json" if tiny else ROOT / "docs" / "benchmarks-gpu.json"
+    default = ROOT / "build" / "bench" / "gpu-tiny.json" if tiny else ROOT / "docs" / "measured" / "benchmarks-gpu.json"
     path, until = results or default, time.monotonic() + 60 * minutes
     code = machine.code() + (" tiny" if tiny else "")
     found = json.loads(path.read_text()) if path.exists() and not again else {}

@@ -1,4 +1,4 @@
-"""The GPU's part of docs/benchmarks.md, and the lines that benchmarks/gpu.py prints."""
+"""The GPU's part of docs/measured/benchmarks.md, and the lines that benchmarks/gpu.py prints."""
 
 from dataclasses import replace
 

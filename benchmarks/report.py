@@ -1,4 +1,4 @@
-"""`docs/benchmarks.md` from the JSON of a run, whole or partial."""
+"""`docs/measured/benchmarks.md` from the JSON of a run, whole or partial."""
 
 from benchmarks.figures import Cell, Spread, cells, reason
 from benchmarks.gpu_report import section as gpu_section
@@ -29,8 +29,8 @@ PyTorch keeps its batches in tensors, without a loader, and uses the fused Adam 
 """
 
 
-NO_GPU = """No figure comes from a GPU so far. [What a step does on GPUs](gpu.md) says what was derived without one, and
-how. `make gpu-first` and `benchmarks/gpu.py` measure where there is one.
+NO_GPU = """No figure comes from a GPU so far. [What a step does on GPUs](../explained/gpu.md) says what was
+derived without one, and how. `make gpu-first` and `benchmarks/gpu.py` measure where there is one.
 """
 
 

@@ -1,7 +1,7 @@
 """The README's picture: one script on one device and on two replicas, with stock Keras and with tfgpu.
 
-`python -m benchmarks.same_result docs/same-result.svg` trains each in a process of its own, on logical CPU devices,
-and draws how far the weights on two replicas are from those on one device, step by step.
+`python -m benchmarks.same_result docs/start/same-result.svg` trains each in a process of its own, on logical CPU
+devices, and draws how far the weights on two replicas are from those on one device, step by step.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Writes the tables and the picture of docs/scale.md: what `benchmarks.scaling_model` predicts, beside measurements.
+"""Writes the tables and the picture of docs/measured/scale.md: predictions of `benchmarks.scaling_model`, measurements.
 
-`python -m benchmarks.scale` writes them between the page's marks. What two workers took is in docs/benchmarks.json;
-what stragglers and failures cost, as `benchmarks.stragglers` and `benchmarks.failures` measure it, is in docs/scale.
+`python -m benchmarks.scale` writes them between the page's marks. What two workers took is in `benchmarks.json`
+there; what stragglers and failures cost, as `benchmarks.stragglers` and `benchmarks.failures` measure it, is in
+docs/measured/scale.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks.scaling_model import (
     tree_s,
 )
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "measured"
 PAGE, RESULTS, PICTURE = DOCS / "scale.md", DOCS / "benchmarks.json", DOCS / "scale" / "useful.svg"
 WORKERS = (1, 2, 8, 16, 64, 256, 1024, 4096, 10_000)
 DAY_S = 86_400
@@ -118,7 +119,7 @@ def point(run: Run, workers: int) -> Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """Two workers of docs/benchmarks.json: what the network took of a step."""
+    """Two workers of docs/measured/benchmarks.json: what the network took of a step."""
 
     work: str
     size_bytes: float
@@ -281,7 +282,7 @@ def _size(size_bytes: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes the tables of docs/scale.md, and its picture.")
+    parser = argparse.ArgumentParser(description="Writes the tables of docs/measured/scale.md, and its picture.")
     parser.add_argument("--parameters", type=float, default=Run.parameters, help="of the model")
     parser.add_argument("--compute-s", type=float, default=Run.compute_s, help="seconds of a worker's step")
     parser.add_argument("--deviation", type=float, default=Run.deviation, help="of a step, as a share of it")

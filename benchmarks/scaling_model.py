@@ -1,6 +1,6 @@
 """Formulas for the cost of more workers: all-reduce time, the slowest worker, failures and checkpoints.
 
-Pure functions of numbers, in seconds and bytes. docs/scale.md compares them with measurements.
+Pure functions of numbers, in seconds and bytes. docs/measured/scale.md compares them with measurements.
 
 Example:
     >>> ethernet = Link(bandwidth_bytes_s=1.25e9, latency_s=50e-6)

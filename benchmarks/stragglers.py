@@ -4,7 +4,7 @@ python -m benchmarks.stragglers
 
 Under `tfgpu launch -n N` each worker's step waits for a time of its own, drawn from a normal distribution; before that,
 as a control, all wait the mean: what such a step takes more than one worker's is the network, and cores that are too
-few. Written is docs/scale/stragglers.json; `python -m benchmarks.scale` makes the page's table of it.
+few. Written is docs/measured/scale/stragglers.json; `python -m benchmarks.scale` makes the page's table of it.
 """
 
 import json
@@ -21,7 +21,7 @@ from benchmarks import launched
 from benchmarks.children import ROOT
 from benchmarks.scaling_model import slowest_s
 
-RESULTS = ROOT / "docs" / "scale" / "stragglers.json"
+RESULTS = ROOT / "docs" / "measured" / "scale" / "stragglers.json"
 
 
 def train(folder: Path, seed: int, steps: int, mean_s: float, deviation_s: float) -> None:

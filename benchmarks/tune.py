@@ -4,7 +4,7 @@ python -m benchmarks.tune --seeds 3 --trials 20
 
 The recipe is what `model.compile("sgd")` and `model.fit` do by themselves: SGD at 0.01 without momentum, batches of
 32, a constant rate; an MLP on the digits, 5 epochs. Each seed has a split, weights and draws of its own. Written is
-docs/tuning.json.
+docs/measured/tuning.json.
 """
 
 import json
@@ -19,7 +19,7 @@ import typer
 from benchmarks.children import ROOT
 from benchmarks.machine import facts
 
-RESULTS = ROOT / "docs" / "tuning.json"
+RESULTS = ROOT / "docs" / "measured" / "tuning.json"
 RECIPE = {
     "model": "mlp",
     "epochs": 5,

@@ -190,8 +190,9 @@ def test_no_rooms_import_each_other_in_a_circle():
 
 
 def rooms() -> list[str]:
-    """The parts of tfgpu that the table of docs/design.md names, in its first column."""
-    text = (PACKAGE.parent / "docs" / "design.md").read_text().partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    """The parts of tfgpu that the table of docs/explained/design.md names, in its first column."""
+    page = (PACKAGE.parent / "docs" / "explained" / "design.md").read_text()
+    text = page.partition("\n## The rooms\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return re.findall(r"`(\w+)(?:\.py|/)?`", " ".join(cells))
 

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md says of each message: stock Keras raises it, and what happens under tfgpu."""
+"""What docs/guides/troubleshooting.md says of each message: stock Keras raises it, and what happens under tfgpu."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "trouble" / "cases.py"
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
 ENTRIES = re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
 
 # (case, rows in a batch, what stock Keras raises, the message): under tfgpu the same lines train, as on one device.

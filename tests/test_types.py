@@ -71,7 +71,7 @@ def test_the_pages_blocks_have_no_wrong_types(tmp_path):
     """The README's and each page's, as a reader's type checker sees them with nothing set up: in its basic mode."""
     pytest.importorskip("basedpyright", reason="basedpyright is not installed")
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "basic"}')
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))):
         if found := FENCE.findall(page.read_text()):
             (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(found))
     command = [*BASEDPYRIGHT, "--project", str(tmp_path), "--level", "error", "--outputjson"]

@@ -1,4 +1,4 @@
-"""docs/scale.md says what the command computes from the figures at hand."""
+"""docs/measured/scale.md says what the command computes from the figures at hand."""
 
 import json
 

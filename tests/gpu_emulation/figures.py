@@ -1,7 +1,7 @@
-"""What a training step of two known models does on GPUs, as the table of docs/gpu.md.
+"""What a training step of two known models does on GPUs, as the table of docs/explained/gpu.md.
 
 python tests/gpu_emulation/figures.py            # prints the table
-python tests/gpu_emulation/figures.py --write    # writes it into docs/gpu.md
+python tests/gpu_emulation/figures.py --write    # writes it into docs/explained/gpu.md
 python tests/gpu_emulation/figures.py --chain    # prints how many collectives of ResNet-50 wait for each other
 """
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "gpu.md"
+PAGE = HERE.parent.parent / "docs" / "explained" / "gpu.md"
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 ROWS = 13
 TOKENS, WORDS = 17, 8_000
@@ -117,7 +117,7 @@ def _mib(count: float) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--write", action="store_true", help="write the table into docs/gpu.md")
+    options.add_argument("--write", action="store_true", help="write the table into docs/explained/gpu.md")
     options.add_argument("--chain", action="store_true", help="count the collectives of ResNet-50 that could be one")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     sys.path[:0] = [str(HERE), str(HERE.parent.parent)]

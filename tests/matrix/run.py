@@ -1,7 +1,7 @@
 """Runs the equivalence matrix: every case, topology and path, stock Keras beside mended, against one device.
 
     python tests/matrix/run.py                      # all; prints the table
-    python tests/matrix/run.py --write docs/equivalence.md --json build/matrix.json
+    python tests/matrix/run.py --write docs/measured/equivalence.md --json build/matrix.json
     python tests/matrix/run.py --topologies mirrored-4 --paths fit --cases even clipnorm
 
 Each (path, variant, topology) has processes of its own, which run one case after another. Where one dies

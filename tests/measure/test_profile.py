@@ -202,7 +202,7 @@ def test_wrong_numbers_are_refused(wrong, tmp_path):
         (["--skip", "1"], "--skip: only valid with a TARGET"),
         ([str(ROOT), "--epochs", "3"], "Arguments and --whole are for scripts"),
         (["--calls", "5", str(ROOT)], "not with a recorded trace"),
-        (["-o", "out", str(ROOT / "docs" / "parallel")], "There is no trace in"),
+        (["-o", "out", str(ROOT / "docs" / "guides" / "parallel")], "There is no trace in"),
     ],
 )
 def test_the_command_refuses_what_it_would_ignore(words, told, capsys):

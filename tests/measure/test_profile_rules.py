@@ -569,7 +569,7 @@ def test_the_command_lines_of_nsys_and_ncu_are_whole():
 
 
 def test_every_rule_has_its_row_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "profiling.md").read_text()
     for name in (*findings.RULES, *advice.NAMES, *reading.PARTS):
         assert f"| `{name}` |" in page, name
     for name in ("compute-bound", *verdict.OVERHEADS, *advice.SPEAKING):

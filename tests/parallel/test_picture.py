@@ -46,7 +46,7 @@ def sleeping(path, schedule: str, stages: int, microbatches: int, devices: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "devices", "idle"),
-    # The idle share by hand: forward 1, again 1, back 2, each pass with its ramps; see docs/parallel.md.
+    # The idle share by hand: forward 1, again 1, back 2, each pass with its ramps; see docs/guides/parallel.md.
     [("1f1b", 4, 8, 4, 3 / 11), ("1f1b", 2, 8, 2, 1 / 9), ("interleaved", 8, 8, 4, 3 / 19), ("gpipe", 4, 8, 4, 9 / 41)],
 )
 def test_what_is_drawn_is_what_the_schedule_says(tmp_path, schedule, stages, microbatches, devices, idle):

@@ -366,7 +366,7 @@ def test_sizes_start_no_tensorflow():
 
 
 def test_the_page_shows_what_the_commands_print(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "planner.md").read_text()
     published.main()
     assert capsys.readouterr().out in page
     command = next(line for line in page.splitlines() if line.startswith("tfgpu plan"))

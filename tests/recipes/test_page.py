@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tfgpu.recipes.recipe import Recipe, choices
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
 HEADING = "## Every line\n"
 
 

@@ -1,4 +1,4 @@
-"""Secrets of the kinds that docs/security.md lists never survive, whatever surrounds them; other text does."""
+"""Secrets of the kinds in docs/explained/security.md never survive, whatever surrounds them; other text does."""
 
 import json
 import re

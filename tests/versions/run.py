@@ -2,7 +2,7 @@
 
     python tests/versions/run.py                              # every corner; prints what it found
     python tests/versions/run.py --corners colab --check      # one; ends with 1 where something is not right
-    python tests/versions/run.py --write docs/versions.md     # the page; what it says of corners not tried here stays
+    python tests/versions/run.py --write docs/measured/versions.md     # the page; corners not tried here stay
 
 Each corner has an environment of its own under `build/versions/`, made on first use. There: `import`, what `pip
 install tfgpu` would change, every probe (a process each, with a timeout), and a slice of the equivalence matrix.
@@ -84,7 +84,7 @@ def row(corner: Corner, found: dict) -> str:
 
 
 def page(results: dict[str, dict], before: str = "") -> str:
-    """The Markdown of `docs/versions.md`.
+    """The Markdown of `docs/measured/versions.md`.
 
     Args:
         results: what was found, by the corners' names.

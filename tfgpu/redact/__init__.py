@@ -1,7 +1,8 @@
 """Removes secrets from text that others will read: reports, logs in a bundle, settings that a tracker gets.
 
 Removes what is assigned to a secret name (`names.py`, `assignments.py`), tokens of known forms and credentials in URLs
-(`forms.py`), and the values of this process's secret environment variables. docs/security.md lists what stays.
+(`forms.py`), and the values of this process's secret environment variables. What stays is listed in
+docs/explained/security.md.
 """
 
 from tfgpu.redact.cleaner import Cleaner

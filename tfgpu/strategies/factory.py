@@ -74,8 +74,8 @@ def strategy(
             one device: by about 1e-3 (float16) or 1e-2 (bfloat16) of a gradient. Float16 overflows above 65,504: use it
             with loss scaling.
         top_k: the fraction of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its
-            largest numbers and their positions; the rest waits for the next steps (`docs/averaging.md`). The result is
-            no longer that of one device.
+            largest numbers and their positions; the rest waits for the next steps (`docs/guides/averaging.md`). The
+            result is no longer that of one device.
         batch_norm: `"global"`, where BatchNormalization takes mean and variance over the whole batch, as on one device,
             in two collectives a layer; or `"replica"`, over each replica's own rows, as most multi-GPU recipes do: no
             collectives, and a result that is no longer that of one device.
@@ -85,11 +85,12 @@ def strategy(
             one device's.
         check_replicas: how often `fit` compares the weights and optimizer states of all replicas, bit by bit: `"auto"`,
             as often as takes at most 1 % of the time; a number of steps, such as 1; or `"off"`. A `Checkpoint` is
-            compared before it is written, except with `"off"`. See `docs/checkpoints.md`.
+            compared before it is written, except with `"off"`. See `docs/guides/checkpoints.md`.
         on_difference: what becomes of a difference: `"stop"`, an error that names the replica and the variable; or
             `"chief"`, a warning, and all go on from the chief's values.
         python_data: how several workers read a `PyDataset` or a generator: `"deal"`, each batch is made by one worker,
-            which sends the others their rows (`docs/data.md`); or `"everywhere"`, every worker makes whole batches.
+            which sends the others their rows (`docs/guides/data.md`); or `"everywhere"`, every worker makes whole
+            batches.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.

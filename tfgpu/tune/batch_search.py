@@ -113,7 +113,7 @@ def batch_size(
         largest: whether to search the largest that fits. If False, the search ends when two doublings gain less than
             5 %, or when a batch does not fit.
         scale: how the learning rate scales with the batch: "linear", "sqrt", "none", or "auto": linear for sgd,
-            momentum and lars, else the square root (see `settings` in docs/tuning.md).
+            momentum and lars, else the square root (see `settings` in docs/guides/tuning.md).
         rounds: measurements of each batch, of half a second or one update each; the median counts.
         memory_limit_bytes: memory limit of each GPU; without GPUs, of the data segment of a try's process (RLIMIT_DATA,
             of which TensorFlow itself needs about 0.8 GB). None sets no limit.
@@ -264,8 +264,8 @@ def _result(
     fastest = batches.fastest(tries)
     if fastest is None:
         raise MachineError(
-            f"Even a batch of {tries[0].batch} does not fit: {tries[0].reason} Lower `lowest`, or see docs/memory.md "
-            "for ways to save memory."
+            f"Even a batch of {tries[0].batch} does not fit: {tries[0].reason} Lower `lowest`, or see "
+            "docs/guides/memory.md for ways to save memory."
         )
     found = scaling.settings(base, fastest, scale=scale)
     notes = []

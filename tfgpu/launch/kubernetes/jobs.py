@@ -1,7 +1,7 @@
 """The three kinds of launch: an indexed Job, Kubeflow's TFJob, and Kubeflow's TrainJob.
 
 All of them restart the group: TensorFlow's other workers fail within seconds of a worker's death, so every process
-ends, and each is started again. They differ in what counts the restarts. See docs/kubernetes.md.
+ends, and each is started again. They differ in what counts the restarts. See docs/guides/kubernetes.md.
 """
 
 from tfgpu.errors import InputError
