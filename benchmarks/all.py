@@ -32,24 +32,24 @@ def chosen(kind: str, names: str, known: dict) -> list[str]:
     return wanted
 
 
-def gather(plan: runner.Plan) -> dict:
-    """Puts the files of the cells together, whole or not, that were measured as the plan says."""
-    files = [plan.folder / f"{work}-{topology}.json" for topology in TOPOLOGIES for work in WORKS]
+def gather(run: runner.RunSettings) -> dict:
+    """Puts the files of the cells together, whole or not, that were measured with these settings."""
+    files = [run.folder / f"{work}-{topology}.json" for topology in TOPOLOGIES for work in WORKS]
     measured = [json.loads(path.read_text()) for path in files if path.exists()]
-    cores = len(plan.machine.cores)
-    found = {"facts": machine.facts() | {"cores": cores, "rounds": plan.rounds, "warmup": plan.warmup}}
-    found["cells"] = [cell for cell in measured if cell["settings"] == plan.settings()]
-    path = plan.folder / "startup.json"
-    if path.exists() and (started := json.loads(path.read_text()))["code"] == plan.code:
+    cores = len(run.machine.cores)
+    found = {"facts": machine.facts() | {"cores": cores, "rounds": run.rounds, "warmup": run.warmup}}
+    found["cells"] = [cell for cell in measured if cell["settings"] == run.settings()]
+    path = run.folder / "startup.json"
+    if path.exists() and (started := json.loads(path.read_text()))["code"] == run.code:
         found["startup"] = started["commands"]
     return found
 
 
-def start_up(plan: runner.Plan) -> None:
+def start_up(run: runner.RunSettings) -> None:
     """Measures how long programs take to start, unless it was measured for this code."""
-    path = plan.folder / "startup.json"
-    if not path.exists() or json.loads(path.read_text())["code"] != plan.code:
-        runner.write(path, {"code": plan.code, "commands": startup.measure(plan.machine, rounds=plan.rounds)})
+    path = run.folder / "startup.json"
+    if not path.exists() or json.loads(path.read_text())["code"] != run.code:
+        runner.write(path, {"code": run.code, "commands": startup.measure(run.machine, rounds=run.rounds)})
 
 
 def publish(results: Path, gpu: Path, docs: Path) -> None:
@@ -86,13 +86,13 @@ def main(
         available = tuple(sorted(os.sched_getaffinity(0)))
         here = Machine(available[: cores or None], peers_python if peers_python.exists() else None)
         only = tuple(chosen("peer", peers, PEERS)) if peers else ()
-        plan = runner.Plan(here, folder, rounds, warmup, machine.code(), only, tiny)
-        start_up(plan)  # first: then what the peers import is in the file system's memory for all of them
+        run = runner.RunSettings(here, folder, rounds, warmup, machine.code(), only, tiny)
+        start_up(run)  # first: then what the peers import is in the file system's memory for all of them
         for topology in chosen("topology", topologies, TOPOLOGIES):
             for work in chosen("work", works, WORKS):
                 if runner.peers_of(topology, only):
-                    runner.measure(work, topology, plan)
-                    runner.write(results, gather(plan))
+                    runner.measure(work, topology, run)
+                    runner.write(results, gather(run))
     if not results.exists():
         raise typer.BadParameter(f"there is no {results}; measure first, without --report")
     publish(results, gpu or docs / "benchmarks-gpu.json", docs)

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunSettings:
     """How to measure.
 
     Attributes:
@@ -54,7 +54,7 @@ def peers_of(topology: str, only: tuple[str, ...] = ()) -> list[Peer]:
     return [peer for peer in PEERS.values() if topology in peer.topologies and (not only or peer.name in only)]
 
 
-def measure(work: str, topology: str, plan: Plan) -> dict:
+def measure(work: str, topology: str, run: RunSettings) -> dict:
     """Measures a cell, or what is left of it.
 
     Returns:
@@ -63,24 +63,24 @@ def measure(work: str, topology: str, plan: Plan) -> dict:
         "floor"), "message", "parameters", "losses" of the first steps, "first_step_s", "seconds" of each round and
         "peak_rss_bytes" of each process.
     """
-    path = plan.folder / f"{work}-{topology}.json"
+    path = run.folder / f"{work}-{topology}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    if found.get("settings") != plan.settings():
+    if found.get("settings") != run.settings():
         found = {}
-    if found.get("is_complete") and _rounds(found) >= plan.rounds:
+    if found.get("is_complete") and _rounds(found) >= run.rounds:
         _log.info("%s on %s: measured before", work, topology)
         return found
-    cell = {"work": work, "topology": topology, "settings": plan.settings(), "is_complete": False}
+    cell = {"work": work, "topology": topology, "settings": run.settings(), "is_complete": False}
     cell["processor"] = machine.processor()
     cell |= {"load": [round(os.getloadavg()[0], 2)], "peers": {}}
     trainings: dict[str, Training] = {}
     try:
-        for peer in peers_of(topology, plan.only):
+        for peer in peers_of(topology, run.only):
             _log.info("%s on %s: %s starts", work, topology, peer.name)
-            cell["peers"][peer.name] = _start(peer, work, TOPOLOGIES[topology], plan, trainings)
+            cell["peers"][peer.name] = _start(peer, work, TOPOLOGIES[topology], run, trainings)
         compare(cell["peers"])
         _take_up(cell, found, trainings)
-        _turns(cell, trainings, plan, lambda: write(path, cell))
+        _turns(cell, trainings, run, lambda: write(path, cell))
         for name in list(trainings):
             _try(cell["peers"][name], trainings, name, _last_word)
     finally:
@@ -124,14 +124,12 @@ def _rounds(cell: dict) -> int:
     return min((len(row["seconds"]) for row in _timed(cell).values()), default=0)
 
 
-def _start(peer: Peer, work: str, topology: Topology, plan: Plan, trainings: dict[str, Training]) -> dict:
-    log = plan.folder / "logs" / f"{work}-{topology.name}-{peer.name}.log"
+def _start(peer: Peer, work: str, topology: Topology, run: RunSettings, trainings: dict[str, Training]) -> dict:
+    log = run.folder / "logs" / f"{work}-{topology.name}-{peer.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    if peer.own_python and plan.machine.peers_python is None:
+    if peer.own_python and run.machine.peers_python is None:
         return {"status": "not installed", "message": ", ".join(peer.packages)}
-    trainings[peer.name] = Training(
-        peer, work, topology, plan.machine, tiny=plan.tiny, log=log, timeout_s=plan.timeout_s
-    )
+    trainings[peer.name] = Training(peer, work, topology, run.machine, tiny=run.tiny, log=log, timeout_s=run.timeout_s)
     row: dict = {"status": "floor" if peer.is_floor else "measured", "seconds": [], "network_bytes": []}
     _try(row, trainings, peer.name, _first_word)
     return row
@@ -172,9 +170,9 @@ def _take_up(cell: dict, found: dict, trainings: dict[str, Training]) -> None:
             cell["peers"][name] |= {key: row[key] for key in ("seconds", "network_bytes")}
 
 
-def _turns(cell: dict, trainings: dict[str, Training], plan: Plan, save: Callable[[], None]) -> None:
+def _turns(cell: dict, trainings: dict[str, Training], run: RunSettings, save: Callable[[], None]) -> None:
     """Runs the rounds, each in the other direction than the one before."""
-    for number in range(-plan.warmup, plan.rounds - _rounds(cell)):
+    for number in range(-run.warmup, run.rounds - _rounds(cell)):
         taken = {}
         for name in list(trainings)[:: -1 if number % 2 else 1]:
             before = _loopback_bytes()

@@ -127,19 +127,19 @@ class Cut:
 
 def test_an_interrupted_run_continues_with_its_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "Training", Cut)
-    plan = runner.Plan(Machine((0,)), tmp_path, rounds=3, warmup=0, only=("hand", "tfgpu-fit"))
+    run = runner.RunSettings(Machine((0,)), tmp_path, rounds=3, warmup=0, only=("hand", "tfgpu-fit"))
     Cut.rounds_left = 5  # two rounds of both peers, and half a round
     with pytest.raises(KeyboardInterrupt):
-        runner.measure("mlp", "one", plan)
+        runner.measure("mlp", "one", run)
     kept = json.loads((tmp_path / "mlp-one.json").read_text())
     assert not kept["is_complete"]
     # The second round goes the other way; of the third, which one peer ran alone, nothing is kept.
     assert {name: each["seconds"] for name, each in kept["peers"].items()} == {"hand": [4, 1], "tfgpu-fit": [3, 2]}
     Cut.rounds_left = 2
-    whole = runner.measure("mlp", "one", plan)
+    whole = runner.measure("mlp", "one", run)
     assert whole["is_complete"] and whole["peers"]["hand"]["seconds"] == [4, 1, 1]
     assert whole["peers"]["tfgpu-fit"]["seconds"] == [3, 2, 0]
-    assert runner.measure("mlp", "one", plan) == whole  # starts nothing
+    assert runner.measure("mlp", "one", run) == whole  # starts nothing
 
 
 def test_a_crashed_peer_does_not_stop_the_others(tmp_path, monkeypatch):
@@ -153,11 +153,11 @@ def test_a_crashed_peer_does_not_stop_the_others(tmp_path, monkeypatch):
             return 1.0
 
     monkeypatch.setattr(runner, "Training", Dies)
-    plan = runner.Plan(Machine((0,)), tmp_path, rounds=2, warmup=0, only=("hand", "tfgpu-fit"))
-    peers = runner.measure("mlp", "one", plan)["peers"]
+    run = runner.RunSettings(Machine((0,)), tmp_path, rounds=2, warmup=0, only=("hand", "tfgpu-fit"))
+    peers = runner.measure("mlp", "one", run)["peers"]
     assert peers["tfgpu-fit"]["status"] == "failed" and peers["hand"]["seconds"] == [1.0, 1.0]
     monkeypatch.delattr(runner, "Training")
-    assert runner.measure("mlp", "one", plan)["peers"] == peers  # it is not tried again
+    assert runner.measure("mlp", "one", run)["peers"] == peers  # it is not tried again
 
 
 @pytest.mark.slow
@@ -165,8 +165,10 @@ def test_a_crashed_peer_does_not_stop_the_others(tmp_path, monkeypatch):
 def test_real_peers_do_the_same_work(tmp_path):
     python = None if importlib.util.find_spec("torch") else Path(sys.executable)
     only, core = ("hand", "tfgpu-fit", "torch-eager"), min(os.sched_getaffinity(0))
-    plan = runner.Plan(Machine((core,), python), tmp_path, rounds=1, warmup=0, only=only, tiny=True, timeout_s=200)
-    peers = runner.measure("mlp", "one", plan)["peers"]
+    run = runner.RunSettings(
+        Machine((core,), python), tmp_path, rounds=1, warmup=0, only=only, tiny=True, timeout_s=200
+    )
+    peers = runner.measure("mlp", "one", run)["peers"]
     assert peers["torch-eager"] == {"status": "not installed", "message": "torch"} | peers["torch-eager"]
     assert peers["tfgpu-fit"]["status"] == "measured" and peers["tfgpu-fit"]["loss_difference"] < 1e-5
     assert peers["hand"]["parameters"] == peers["tfgpu-fit"]["parameters"] == 64 * 64 + 64 + 64 * 10 + 10

@@ -21,6 +21,6 @@ X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
     ],
 )
 def test_outputs_by_rows(layer, agree):
-    _, *places = isolation.parts_of(7)
+    _, *places = isolation.shards_of(7)
     parts = [layer(each.of(X)) for each in places]
     assert comparison.are_rows(layer(X), parts, places, 1e-5) is agree

@@ -99,8 +99,8 @@ def test_slices_are_small(monkeypatch):
     sizes = []
     for variable in merged(model.weights):
         whole = np.empty(tuple(variable.shape), "float32")
-        for index, part in slice_writer.parts(variable):
-            sizes.append(part.nbytes)
-            whole[index] = part
+        for index, chunk in slice_writer.chunks(variable):
+            sizes.append(chunk.nbytes)
+            whole[index] = chunk
         np.testing.assert_array_equal(whole, variable.numpy())
     assert max(sizes) <= 64 + 37 * 4 and len(sizes) > 15

@@ -8,7 +8,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled  # noqa
 
 from tfgpu.cluster import Cluster
 from tfgpu.data import feed, pipeline, position
-from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.errors import InputError
 
 
@@ -41,7 +41,7 @@ def feed_of(examples, settings):
     order = tf.range(len(examples.labels), dtype=tf.int64)
     epochs = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
     change = lambda epoch, places, x, y: (x, places)  # noqa: E731
-    return feed.batches(Plan(examples, lambda _: order, len(order), 4, change), epochs, settings)
+    return feed.batches(EpochSpec(examples, lambda _: order, len(order), 4, change), epochs, settings)
 
 
 @pytest.mark.skipif("is_op_determinism_enabled()", reason="another test of this process has made TensorFlow repeatable")
@@ -109,7 +109,7 @@ import threading, time
 import numpy as np, tensorflow as tf
 tf.config.experimental.enable_op_determinism()
 from tfgpu.data import feed, position
-from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.examples import Examples
 running, most, begun, lock = 0, 0, 0, threading.Lock()
 def wait(n):
@@ -126,8 +126,8 @@ def load(place):
 examples = Examples("slow", np.arange(16) % 2, (1,), ("a", "b"), load=load)
 counter = position.Counter()
 order = lambda epoch: position.order(tf.range(16, dtype=tf.int64), seed=1, epoch=epoch)
-plan = Plan(examples, order, 16, 2, lambda e, p, x, y: x)
-read = feed.batches(plan, counter.epochs(), feed.Feed(parallel_calls=4))
+spec = EpochSpec(examples, order, 16, 2, lambda e, p, x, y: x)
+read = feed.batches(spec, counter.epochs(), feed.Feed(parallel_calls=4))
 iterator = iter(read)
 first = next(iterator)
 time.sleep(1.0)

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.data import feed, pipeline
-from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -111,8 +111,8 @@ def test_in_a_large_folder_a_corrupt_image_is_named_when_it_is_met(photos, bad):
     assert examples.cache == "none" and examples.shape == (4, 5, 3)
     epochs = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
     backwards = tf.range(11, -1, -1, dtype=tf.int64)
-    plan = Plan(examples, lambda _: backwards, 12, 5, lambda _, start, x, y: (start, x))
-    read = feed.batches(plan, epochs, feed.Feed())
+    spec = EpochSpec(examples, lambda _: backwards, 12, 5, lambda _, start, x, y: (start, x))
+    read = feed.batches(spec, epochs, feed.Feed())
     named = str(sorted(photos.rglob("*.png"))[max(bad)])  # The order is backwards: the last one is met first.
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"Corrupt:.*{named}"):
         for start, x in read:

@@ -83,7 +83,7 @@ def test_checking_makes_nothing(tmp_path):
 
 def test_overwriting_removes_the_run_and_nothing_else(finished):
     with directory.claim(finished, Recipe(), overwrite=True) as (_, made):
-        directory.settle(finished)
+        directory.delete_replaced(finished)
     assert made == []
     assert [path.name for path in finished.iterdir()] == ["notes.txt"]
 
@@ -152,7 +152,7 @@ def test_after_a_kill_the_run_whose_config_is_there_is_resumed(finished, at, epo
     with directory.claim(finished, Recipe(), resume=True):
         assert recipe.load(finished / "config.yaml").epochs == epochs
         assert (finished / "checkpoints" / "1").exists() == (epochs == 5)
-        directory.settle(finished)
+        directory.delete_replaced(finished)
     assert not list(finished.glob(".replaced*"))
 
 

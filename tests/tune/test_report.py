@@ -6,10 +6,10 @@ from rich.console import Console
 
 from tfgpu.cli import tune
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.tune.plan import Plan
 from tfgpu.tune.report import best_so_far, by_value, render
 from tfgpu.tune.results import StudyResult, TrialResult, best_of
 from tfgpu.tune.space import parse_search
+from tfgpu.tune.spec import StudySpec
 
 SPACE = parse_search(
     ["learning_rate=1e-5..1e-1:log", "global_batch=16..512:powers", "optimizer=adam,<b>", "dropout=0..1"]
@@ -57,7 +57,7 @@ def test_the_best_so_far_never_rises():
 
 
 def test_the_page_has_what_was_tried_and_escapes_it():
-    page = render(result(), Plan(Path("study"), Recipe(model="mlp"), SPACE))
+    page = render(result(), StudySpec(Path("study"), Recipe(model="mlp"), SPACE))
     for text in (
         "mlp on digits: 5 trials",
         "10.00%",
@@ -74,19 +74,19 @@ def test_the_page_has_what_was_tried_and_escapes_it():
 
 
 def test_the_page_says_which_folders_are_gone():
-    plan = Plan(Path("study"), Recipe(model="mlp"), SPACE)
-    assert "missing" not in render(result(), plan)
-    page = render(result(missing=(3, 4)), plan)
+    spec = StudySpec(Path("study"), Recipe(model="mlp"), SPACE)
+    assert "missing" not in render(result(), spec)
+    page = render(result(missing=(3, 4)), spec)
     assert "trials/0003, trials/0004 are missing" in page and "test error is lost" not in page
     assert 'href="trials/0000' in page and 'href="trials/0003' not in page and 'href="trials/0004' not in page
-    page = render(result(missing=tuple(range(7)), test_accuracy=None, own_test_accuracy=None), plan)
+    page = render(result(missing=tuple(range(7)), test_accuracy=None, own_test_accuracy=None), spec)
     assert "trials/0004 and 2 more are missing" in page and "unknown" in page and "test error is lost too" in page
 
 
 @pytest.mark.parametrize("value", [0.0, 0.3])
 def test_the_page_of_a_single_trial(value):
     trials = (trial(0, value=value, val_loss=1.0, epochs={1: value}),)
-    page = render(result(trials, importances={}), Plan(Path("s"), Recipe(model="mlp"), SPACE, monitor="val_loss"))
+    page = render(result(trials, importances={}), StudySpec(Path("s"), Recipe(model="mlp"), SPACE, monitor="val_loss"))
     assert "What mattered" not in page
 
 

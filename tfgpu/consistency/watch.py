@@ -97,7 +97,7 @@ class Watch:
             raise ReplicasDiffer(f"The workers have done different numbers of steps in this `fit`: {told}.")
         difference = None if table is None else differences.find(table)
         if difference is not None:
-            self._settle(difference, names, variables, equal_at)
+            self._act_on(difference, names, variables, equal_at)
 
     def _of_all(self, mine: np.ndarray, began: float) -> tuple[np.ndarray | None, list[int]]:
         """All replicas' digests, [replicas, variables], or None if they are equal; and each worker's steps."""
@@ -116,7 +116,7 @@ class Watch:
             raise ReplicasDiffer(f"The workers' models have different numbers of variables: {told}.", step=self.steps)
         return broadcast.of_all_workers(self._strategy, mine).reshape(-1, mine.shape[1]), places
 
-    def _settle(self, difference: differences.Difference, names: list, variables: list, equal_at: int | None) -> None:
+    def _act_on(self, difference: differences.Difference, names: list, variables: list, equal_at: int | None) -> None:
         devices = len(self._strategy.extended.worker_devices) if self._spans else None
         paths = [getattr(variable, "path", name) for name, variable in zip(names, variables, strict=True)]
         if not self._checks.goes_on:

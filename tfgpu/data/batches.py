@@ -14,7 +14,7 @@ from tfgpu.data import balance as balancing
 from tfgpu.data import cache as caching
 from tfgpu.data import epoch, position, shards, sources, splits
 from tfgpu.data import service as remote
-from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.augmentation import targets as moving
@@ -209,11 +209,11 @@ def _data(examples, parts, share, settings: epoch.Settings, feed: Feed, service:
     count, order = epoch.order(examples, share, settings)
     _check_batch(examples, settings.global_batch, count if share.by == "data" else len(parts["train"]))
     counter, change = position.Counter(), epoch.change_of(examples, parts["train"], settings, share.first)
-    plan = Plan(examples, order, count, share.batch, change)
+    spec = EpochSpec(examples, order, count, share.batch, change)
     if service is None:
-        train = batches(plan, counter.positions(), feed, next_epoch=lambda: counter.next)
+        train = batches(spec, counter.positions(), feed, next_epoch=lambda: counter.next)
     else:
-        train = remote.batches(plan, counter, feed, service)
+        train = remote.batches(spec, counter, feed, service)
     return Data(
         train=shards.own(train, share),
         validation=epoch.fixed(examples, parts["validation"], settings, feed),

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfgpu.data import balance as balancing
 from tfgpu.data import position, shards
-from tfgpu.data.assembly.plan import Part, Plan
+from tfgpu.data.assembly.epoch_spec import BatchShard, EpochSpec
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.augmentation.targets import MASKS
@@ -108,13 +108,13 @@ class Change:
         """How many stages mix examples."""
         return sum(name in augmentations.MIXING for name, _ in self.settings.stages)
 
-    def __call__(self, epoch, places, x, y, part: Part | None = None):
-        """Changes a batch, or a part of it, whose examples are those of the rows `needed`."""
+    def __call__(self, epoch, places, x, y, shard: BatchShard | None = None):
+        """Changes a batch, or a shard of it, whose examples are those of the rows `needed`."""
         settings, smoothing = self.settings, self.settings.smoothing
         x, y, own = (x, y, None) if self.gather is None else self.gather(x, y)
         y = tf.one_hot(y, self.classes) if settings.soft else y
         if settings.stages:
-            count, rows = (tf.shape(x)[0], None) if part is None else (part.total, part.rows)
+            count, rows = (tf.shape(x)[0], None) if shard is None else (shard.total, shard.rows)
             x, y = augmentation.apply(x, y, settings.stages, self._numbers(epoch, places, count), rows)
         smooth = y * (1.0 - smoothing) + smoothing / self.classes if smoothing else y
         if self.weights is not None:
@@ -122,10 +122,10 @@ class Change:
             own = of_classes if own is None else own * of_classes
         return (x, smooth) if own is None else (x, smooth, own)
 
-    def needed(self, epoch, place, part: Part) -> tf.Tensor:
-        """The rows of a batch that a part is made of: its own and their partners, int64."""
-        numbers = self._numbers(epoch, place, part.total)
-        return augmentation.needed(self.settings.stages, numbers, part.rows)
+    def needed(self, epoch, place, shard: BatchShard) -> tf.Tensor:
+        """The rows of a batch that a shard is made of: its own and their partners, int64."""
+        numbers = self._numbers(epoch, place, shard.total)
+        return augmentation.needed(self.settings.stages, numbers, shard.rows)
 
     def _numbers(self, epoch, places, count) -> position.Numbers:
         return position.Numbers(seed=self.settings.seed, epoch=epoch, start=self.first + places, count=count)
@@ -139,11 +139,11 @@ def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.dat
     with tf.device("CPU:0"):
         indices = tf.constant(indices)
 
-    def change(epoch, places, x, y, part=None):
+    def change(epoch, places, x, y, shard=None):
         x, y, own = (x, y, None) if gather is None else gather(x, y)
         y = tf.one_hot(y, classes) if settings.soft else y
         return (x, y) if own is None else (x, y, own)
 
     epochs = tf.data.Dataset.from_tensors(np.int64(0))
-    plan = Plan(examples, lambda epoch: indices, len(indices), settings.global_batch, change)
-    return batches(plan, epochs, feed)
+    spec = EpochSpec(examples, lambda epoch: indices, len(indices), settings.global_batch, change)
+    return batches(spec, epochs, feed)

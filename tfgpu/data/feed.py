@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfgpu.core import iterator_end, worker_rows
 from tfgpu.data.assembly import corrupt, own_rows
 from tfgpu.data.assembly.ahead import fetched_ahead
-from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.examples import to_model
 from tfgpu.data.position import parted
 from tfgpu.errors import InputError, unknown, whole_number
@@ -72,7 +72,7 @@ class Feed:
 
 
 def batches(
-    plan: Plan, epochs: tf.data.Dataset, feed: Feed, *, next_epoch: Callable[[], int] = lambda: 0
+    spec: EpochSpec, epochs: tf.data.Dataset, feed: Feed, *, next_epoch: Callable[[], int] = lambda: 0
 ) -> tf.data.Dataset:
     """Turns one element, the number of an epoch, into that epoch's batches.
 
@@ -80,7 +80,7 @@ def batches(
     makes an epoch two to three times as slow (measured; noticeable with steps of 100 us).
 
     Args:
-        plan: what the batches are made of. Its `change` gets int64 places: the position in the epoch of the first
+        spec: what the batches are made of. Its `change` gets int64 places: the position in the epoch of the first
             example, or of each if they may overtake one another.
         epochs: a dataset of that one element, an int64 scalar.
         feed: how batches are prepared ahead.
@@ -88,32 +88,32 @@ def batches(
     """
 
     def rows(position):
-        epoch, first = _begun(position, plan.steps)
-        _, starts, indices = rows_of(epoch, plan.order(epoch), plan.count, plan.global_batch)
-        return tf.repeat(position, plan.steps - first), starts[first:], indices[first:]
+        epoch, first = _begun(position, spec.steps)
+        _, starts, indices = rows_of(epoch, spec.order(epoch), spec.count, spec.global_batch)
+        return tf.repeat(position, spec.steps - first), starts[first:], indices[first:]
 
-    if plan.examples.load is not None:
-        made = _loaded(plan, epochs, feed)
+    if spec.examples.load is not None:
+        made = _loaded(spec, epochs, feed)
 
-        def part(ranges, rows):
-            return own_rows.loaded(plan, rows, feed, ranges)
+        def shard(ranges, rows):
+            return own_rows.loaded(spec, rows, feed, ranges)
     else:
         with tf.device("CPU:0"):
-            array = tf.constant(plan.examples.array) if plan.examples.stored is None else plan.examples.stored()
-        made = by_rows(epochs, rows, own_rows.in_memory(plan, array), plan.steps, feed)
+            array = tf.constant(spec.examples.array) if spec.examples.stored is None else spec.examples.stored()
+        made = by_rows(epochs, rows, own_rows.in_memory(spec, array), spec.steps, feed)
 
-        def part(ranges, rows):
-            return rows.map(own_rows.in_memory(plan, array, ranges), num_parallel_calls=feed.calls)
+        def shard(ranges, rows):
+            return rows.map(own_rows.in_memory(spec, array, ranges), num_parallel_calls=feed.calls)
 
-    return _with_parts(made, part, epochs, rows, plan.steps, feed, next_epoch)
+    return _with_shards(made, shard, epochs, rows, spec.steps, feed, next_epoch)
 
 
-def _with_parts(made, part, epochs, rows, steps: int, feed: Feed, next_epoch: Callable[[], int]) -> tf.data.Dataset:
+def _with_shards(made, shard, epochs, rows, steps: int, feed: Feed, next_epoch: Callable[[], int]) -> tf.data.Dataset:
     """Registers how to make one worker's rows of a dataset.
 
     Args:
         made: the whole batches.
-        part: maps `ranges` and a dataset of the rows that describe the batches to one of `(rows, total)`.
+        shard: maps `ranges` and a dataset of the rows that describe the batches to one of `(rows, total)`.
         epochs, rows, steps, feed, next_epoch: as for `by_rows`.
     """
     if not feed.deterministic or feed.prefetch_to_device is not None:
@@ -121,11 +121,11 @@ def _with_parts(made, part, epochs, rows, steps: int, feed: Feed, next_epoch: Ca
 
     def make(ranges):
         rewrites = made.options().experimental_optimization.apply_default_optimizations
-        return finish(part(ranges, epochs.map(rows).unbatch()), steps, feed, rewrites=rewrites)
+        return finish(shard(ranges, epochs.map(rows).unbatch()), steps, feed, rewrites=rewrites)
 
     def first():
         epoch = tf.data.Dataset.from_tensors(np.int64(next_epoch()))
-        whole, _ = next(iter(part(_WHOLE, epoch.map(rows).unbatch().take(1))))
+        whole, _ = next(iter(shard(_WHOLE, epoch.map(rows).unbatch().take(1))))
         return whole
 
     return worker_rows.register(made, worker_rows.WorkerRows(make, first))
@@ -134,29 +134,29 @@ def _with_parts(made, part, epochs, rows, steps: int, feed: Feed, next_epoch: Ca
 _WHOLE = worker_rows.Ranges((0,), 1)
 
 
-def _loaded(plan: Plan, epochs: tf.data.Dataset, feed: Feed) -> tf.data.Dataset:
+def _loaded(spec: EpochSpec, epochs: tf.data.Dataset, feed: Feed) -> tf.data.Dataset:
     """Batches of examples that are read on demand."""
-    examples, size = plan.examples, plan.global_batch
+    examples, size = spec.examples, spec.global_batch
 
     # Each component of a dataset's elements costs some microseconds per example, compared with 300 for a small JPEG
     # (measured): epoch, index and position are one tensor.
     def singles(position):
-        epoch, first = _begun(position, plan.steps)
-        places = tf.range(plan.count, dtype=tf.int64)[first * size :]
-        return tf.stack([tf.fill(tf.shape(places), position), plan.order(epoch)[first * size :], places], axis=1)
+        epoch, first = _begun(position, spec.steps)
+        places = tf.range(spec.count, dtype=tf.int64)[first * size :]
+        return tf.stack([tf.fill(tf.shape(places), position), spec.order(epoch)[first * size :], places], axis=1)
 
     def load(key):
         return key, examples.load(key[1])
 
     def assemble(key, x):
         places = key[0, 2] if feed.deterministic else key[:, 2]
-        return plan.change(parted(key[0, 0])[0], places, to_model(x), tf.gather(plan.labels, key[:, 1]))
+        return spec.change(parted(key[0, 0])[0], places, to_model(x), tf.gather(spec.labels, key[:, 1]))
 
     def expected(number):
-        return number * size + tf.range(plan.total(number * size))
+        return number * size + tf.range(spec.total(number * size))
 
     def index(epoch, place):
-        return tf.gather(plan.order(epoch), place)
+        return tf.gather(spec.order(epoch), place)
 
     keys = epochs.map(singles).unbatch()
     if examples.ahead is not None:
@@ -169,7 +169,7 @@ def _loaded(plan: Plan, epochs: tf.data.Dataset, feed: Feed) -> tf.data.Dataset:
         cut = corrupt.named(whole, expected=expected, index=index, where=examples.where)
     assembled = cut.map(assemble, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     # Fused with batching, loading would fix each example's position in advance, so none could overtake another.
-    return finish(assembled, plan.steps, feed, rewrites=feed.deterministic)
+    return finish(assembled, spec.steps, feed, rewrites=feed.deterministic)
 
 
 def by_rows(
@@ -203,13 +203,13 @@ def by_rows(
     made = described.map(fetch, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     made = finish(made, steps, feed)
 
-    def part(ranges, rows):
+    def shard(ranges, rows):
         def fetch_own(*row):
             return fetch(*row, own=ranges.indices(total(*row))), tf.cast(total(*row), tf.int32)
 
         return rows.map(fetch_own, num_parallel_calls=feed.calls)
 
-    return made if total is None else _with_parts(made, part, epochs, rows_from, steps, feed, next_epoch)
+    return made if total is None else _with_shards(made, shard, epochs, rows_from, steps, feed, next_epoch)
 
 
 def rows_of(epoch, indices, count: int, global_batch: int):

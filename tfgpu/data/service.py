@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.examples import Examples, to_model
 from tfgpu.data.feed import Feed, finish
 from tfgpu.data.position import Counter
@@ -72,14 +72,14 @@ class Epoch:
     """The batches of one epoch by number, or one worker's rows of them.
 
     Attributes:
-        plan: what the batches are made of.
+        spec: what the batches are made of.
         number: the epoch's number.
         indices: int64 [count], in the epoch's order.
         feed: how batches are prepared ahead.
         ranges: the worker's rows; None: whole batches. With it an element is `(rows, total)`.
     """
 
-    plan: Plan
+    spec: EpochSpec
     number: int
     indices: tf.Tensor
     feed: Feed
@@ -87,32 +87,32 @@ class Epoch:
 
     @property
     def steps(self) -> int:
-        return -(-int(self.indices.shape[0]) // self.plan.global_batch)
+        return -(-int(self.indices.shape[0]) // self.spec.global_batch)
 
     def batch(self, step: tf.Tensor) -> tf.data.Dataset:
         """The dataset of one batch, whose examples are decoded in parallel."""
-        plan, start, index = self.plan, step * self.plan.global_batch, self._index(step)
-        labels = tf.gather(plan.labels, index)
+        spec, start, index = self.spec, step * self.spec.global_batch, self._index(step)
+        labels = tf.gather(spec.labels, index)
         one_by_one = tf.data.Dataset.from_tensor_slices(index)
-        loaded = one_by_one.map(plan.examples.load, num_parallel_calls=self.feed.calls, deterministic=True)
+        loaded = one_by_one.map(spec.examples.load, num_parallel_calls=self.feed.calls, deterministic=True)
 
         def change(x):
             place = tf.constant(self.number, tf.int64), start
             if self.ranges is None:
-                return plan.change(*place, to_model(x), labels)
-            part = plan.part(start, self.ranges)
-            return plan.change(*place, to_model(x), labels, part), tf.cast(part.total, tf.int32)
+                return spec.change(*place, to_model(x), labels)
+            shard = spec.shard(start, self.ranges)
+            return spec.change(*place, to_model(x), labels, shard), tf.cast(shard.total, tf.int32)
 
-        return loaded.batch(plan.global_batch).map(change)
+        return loaded.batch(spec.global_batch).map(change)
 
     def _index(self, step: tf.Tensor) -> tf.Tensor:
         """The examples that a batch, or the worker's rows of it, are made of."""
-        start = step * self.plan.global_batch
-        index = self.indices[start : start + self.plan.global_batch]
+        start = step * self.spec.global_batch
+        index = self.indices[start : start + self.spec.global_batch]
         if self.ranges is None:
             return index
-        part = self.plan.part(start, self.ranges)
-        return tf.gather(index, self.plan.needed(tf.constant(self.number, tf.int64), start, part))
+        shard = self.spec.shard(start, self.ranges)
+        return tf.gather(index, self.spec.needed(tf.constant(self.number, tf.int64), start, shard))
 
     def numbered(self) -> tf.data.Dataset:
         """All batches with their numbers, in the order in which they become ready."""
@@ -139,14 +139,14 @@ class Epoch:
     def _name_what_is_corrupt(self, step: int) -> None:
         for index in self._index(tf.constant(step, tf.int64)):
             try:
-                self.plan.examples.load(index)
+                self.spec.examples.load(index)
             except tf.errors.OpError as error:
-                where = self.plan.examples.where
+                where = self.spec.examples.where
                 name = f"example {index}" if where is None else where(index).numpy().decode()
                 raise tf.errors.InvalidArgumentError(None, None, f"Corrupt: {name}") from error
 
 
-def batches(plan: Plan, counter: Counter, feed: Feed, service: str) -> tf.data.Dataset:
+def batches(spec: EpochSpec, counter: Counter, feed: Feed, service: str) -> tf.data.Dataset:
     """Like `feed.batches`, but made by a service, and with the epoch counter instead of a dataset of epochs.
 
     Each training process asks for its own rows, so that all of them together have each example decoded once.
@@ -154,15 +154,15 @@ def batches(plan: Plan, counter: Counter, feed: Feed, service: str) -> tf.data.D
 
     def epoch(number: int, ranges: worker_rows.Ranges | None) -> Epoch:
         with tf.device("CPU:0"):
-            return Epoch(plan, number, plan.order(tf.constant(number, tf.int64)), feed, ranges)
+            return Epoch(spec, number, spec.order(tf.constant(number, tf.int64)), feed, ranges)
 
     def made(ranges: worker_rows.Ranges | None) -> tf.data.Dataset:
         def generate():
             yield from in_order(epoch(counter.take(), ranges), service)
 
-        spec = epoch(0, ranges).numbered().element_spec[1]
-        found = tf.data.Dataset.from_generator(generate, output_signature=spec)
-        return finish(found, plan.steps, feed)
+        element = epoch(0, ranges).numbered().element_spec[1]
+        found = tf.data.Dataset.from_generator(generate, output_signature=element)
+        return finish(found, spec.steps, feed)
 
     whole = made(None)
     if feed.prefetch_to_device is None:

@@ -48,7 +48,7 @@ def keep_rows(
         >>> keep_rows({"train": chunks}, name="few", reading=Reading()).labels.tolist()
         [0, 1, 1]
     """
-    rows, labels, own = _Rows(name, reading.memory_bytes), [], {}
+    rows, labels, own = _SpooledRows(name, reading.memory_bytes), [], {}
     for part in (part for part in PARTS if part in parts):
         first = rows.count
         for x, y in parts[part]:
@@ -118,7 +118,7 @@ def keep_images(
     return open_files(files, reading)
 
 
-class _Rows:
+class _SpooledRows:
     """Rows of numbers: `chunks` while they fit, else all in the file at `path`."""
 
     def __init__(self, name: str, memory_bytes: int):

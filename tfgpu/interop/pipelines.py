@@ -12,7 +12,7 @@ from tfgpu.errors import InputError, MachineError, unknown, whole_number
 
 LAST = ("partial", "drop")
 Make = Callable[[int, int, int], object]
-Rows = tuple[np.ndarray, ...]
+Batch = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Shard:
     def __init__(self, source: _Source, number: int, restart: bool):
         self._source, self._number = source, number
         self._pipeline = source.pipeline(number, restart)
-        self._ahead: list[Rows | None] = []
+        self._ahead: list[Batch | None] = []
         self._facts = self._reader()
         self.examples = self._facts["epoch_size"] if self._facts else None
 
@@ -191,17 +191,17 @@ class _Shard:
         own = self._number if self._facts["stick_to_shard"] else (self._number + epoch) % shards
         return (own + 1) * self.examples // shards - own * self.examples // shards
 
-    def look(self) -> Rows | None:
+    def look(self) -> Batch | None:
         """The next batch, without consuming it."""
         if not self._ahead:
             self._ahead.append(self._run())
         return self._ahead[0]
 
-    def take(self) -> Rows | None:
+    def take(self) -> Batch | None:
         """Consumes the next batch; None at the end of a source that ends its epochs itself."""
         return self._ahead.pop() if self._ahead else self._run()
 
-    def _run(self) -> Rows | None:
+    def _run(self) -> Batch | None:
         try:
             outputs = self._pipeline.run()
         except StopIteration:
@@ -254,7 +254,7 @@ class _Run:
         batch = self._source.batch
         return sum(int(np.clip(part.count(epoch) - step * batch, 0, batch)) for part in self.parts)
 
-    def epoch(self, number: int) -> Iterator[list[Rows]]:
+    def epoch(self, number: int) -> Iterator[list[Batch]]:
         """Yields the batches of an epoch, each as a list of rows by shard."""
         with self._one_at_a_time:
             self._turn += 1
@@ -280,7 +280,7 @@ class _Run:
         while self._epoch < epoch:
             self._next()
 
-    def _next(self) -> list[Rows] | None:
+    def _next(self) -> list[Batch] | None:
         """One batch of each shard, without padding; None at the end of the epoch, which begins the next."""
         found = []
         if self.steps is None or self._step < self.steps:
@@ -309,7 +309,7 @@ def _dataset(run: _Run, counter: position.Counter, pieces: int, steps: int | Non
     """A dataset of an epoch's batches, each split into `pieces` consecutive elements."""
     each, batch, drop = len(run.parts) // pieces, run._source.batch, run._source.last == "drop"
 
-    def generate(epoch: np.int64) -> Iterator[Rows | np.ndarray]:
+    def generate(epoch: np.int64) -> Iterator[Batch | np.ndarray]:
         for found in run.epoch(int(epoch)):
             if drop and any(len(rows[0]) < batch for rows in found):
                 continue

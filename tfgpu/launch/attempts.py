@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfgpu.launch import layout
-from tfgpu.launch.group import Group, Member, Plan
+from tfgpu.launch.group import Group, Member, ProcessSpecs
 from tfgpu.launch.job import Job
 from tfgpu.launch.link import Link
-from tfgpu.launch.plan import planned
+from tfgpu.launch.process_specs import specs_for
 from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
 from tfgpu.launch.screen import Screen
 from tfgpu.launch.signals import Signals
@@ -52,14 +52,14 @@ def run(
     members = [_member(job, task) for task in tasks]
     screen = Screen([member.name for member in members], job.logs)
 
-    def plan(attempt: int) -> Plan:
-        return planned(
+    def specs(attempt: int) -> ProcessSpecs:
+        return specs_for(
             job, tasks, attempt, lambda _: [*runner, job.script, *job.arguments], environ=environ, directory=directory
         )
 
     try:
         with Signals() as signals:
-            terminal = Terminal(job, members, connect, plan, screen, signals, grace_s)
+            terminal = Terminal(job, members, connect, specs, screen, signals, grace_s)
             _introduce(screen, job, members, nodes)
             return terminal.exit_code(supervise(terminal, terminal.restarts))
     except BrokenPipeError:  # The reader of our output has closed the pipe, as `| head` does.
@@ -77,7 +77,7 @@ class Terminal:
         job: what to run.
         members: its processes.
         connect: starts a supervisor on each node.
-        plan: makes the plan of an attempt.
+        specs: makes the process specs of an attempt.
         screen: where output goes.
         signals: Ctrl-C and the like.
         grace_s: seconds that processes get to save after a request to stop that no failure caused.
@@ -87,7 +87,7 @@ class Terminal:
     job: Job
     members: Sequence[Member]
     connect: Callable[[], Sequence[Link]]
-    plan: Callable[[int], Plan]
+    specs: Callable[[int], ProcessSpecs]
     screen: Screen
     signals: Signals
     grace_s: float
@@ -100,10 +100,10 @@ class Terminal:
         """Runs the group once."""
         self.attempt = attempt
         self.screen.begin(attempt)
-        links, plan = self.connect(), self.plan(attempt)
+        links, specs = self.connect(), self.specs(attempt)
         limits = {"grace_s": self.grace_s, "silence_s": self.job.silence_s, "answer_s": ANSWER_S}
         try:
-            return Group(self.members, links, plan, self.screen, self.signals, self.restarts, **limits).run()
+            return Group(self.members, links, specs, self.screen, self.signals, self.restarts, **limits).run()
         finally:
             for link in links:
                 link.close()

@@ -49,7 +49,7 @@ class Member:
     may_finish: bool = False
 
 
-Plan = Callable[[Sequence[dict[str, Any]], Sequence[Sequence[int]]], Sequence[dict[str, Any]]]
+ProcessSpecs = Callable[[Sequence[dict[str, Any]], Sequence[Sequence[int]]], Sequence[dict[str, Any]]]
 """Maps the facts and ports of the nodes to each member's `command`, `environment`, `directory` and `reports`."""
 
 
@@ -59,7 +59,7 @@ class Group:
     Args:
         members: the processes.
         links: the supervisors of the nodes.
-        plan: what to start, once the nodes have answered.
+        process_specs: what to start, once the nodes have answered.
         screen: where output goes.
         signals: Ctrl-C and the like.
         restarts: the restart policy, for members that are restarted alone.
@@ -72,7 +72,7 @@ class Group:
         self,
         members: Sequence[Member],
         links: Sequence[Link],
-        plan: Plan,
+        process_specs: ProcessSpecs,
         screen: Screen,
         signals: Signals,
         restarts: Restarts,
@@ -81,7 +81,7 @@ class Group:
         silence_s: float,
         answer_s: float = math.inf,
     ):
-        self._members, self._links, self._plan = members, links, plan
+        self._members, self._links, self._process_specs = members, links, process_specs
         self._screen, self._signals, self._restarts = screen, signals, restarts
         self._grace_s, self._silence_s, self._answer_s = grace_s, silence_s, answer_s
         self._selector = selectors.DefaultSelector()
@@ -189,7 +189,7 @@ class Group:
     # Decisions
 
     def _start(self) -> None:
-        self._specs = self._plan([link.facts for link in self._links], [link.ports for link in self._links])
+        self._specs = self._process_specs([link.facts for link in self._links], [link.ports for link in self._links])
         for number, link in enumerate(self._links):
             tasks = [self._task(id) for id, member in enumerate(self._members) if member.node == number]
             link.send("start", tasks=tasks, lost_s=LOST_S if link.pings else None)

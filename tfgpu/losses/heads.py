@@ -25,7 +25,7 @@ class Head:
     Attributes:
         layer: the layer.
         inputs: [..., width], what it was called with.
-        rows: what was computed of all rows without their logits, one entry for each target (`row_chunks.Rows`).
+        rows: what was computed of all rows without their logits, one entry for each target (`row_chunks.RowLosses`).
     """
 
     layer: keras.layers.Layer

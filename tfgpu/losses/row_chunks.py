@@ -20,7 +20,7 @@ NUMBERS = 2**24
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLosses:
     """What is known of all rows without their logits.
 
     Attributes:
@@ -36,7 +36,9 @@ class Rows:
     best: tf.Tensor
 
 
-def compute(head: Head, target: tf.Tensor, dtype: tf.DType, *, smoothing: float = 0.0, size: int | None = None) -> Rows:
+def compute(
+    head: Head, target: tf.Tensor, dtype: tf.DType, *, smoothing: float = 0.0, size: int | None = None
+) -> RowLosses:
     """The cross-entropy of each row.
 
     Args:
@@ -58,7 +60,7 @@ def compute(head: Head, target: tf.Tensor, dtype: tf.DType, *, smoothing: float 
     losses, best = (tf.reshape(each, shape) for each in whole(*given))
     for each in (losses, best):
         each.set_shape(target.shape)
-    return Rows(target, smoothing, losses, best)
+    return RowLosses(target, smoothing, losses, best)
 
 
 class _Chunks:

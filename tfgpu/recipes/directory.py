@@ -37,7 +37,7 @@ _OWN = (MODEL, PRESET, METRICS, REPORT, CHECKPOINTS, LOGS, MONITOR, TRACKER, CON
 _FREE = ("epochs", "recompute", "checkpoint_steps", "watch_machine", "samples", "sample_tokens")
 """Settings that a resumed run may change, besides `INPUT`."""
 _ASIDE = ".replaced"  # the earlier run, until the new one has completed a step
-_SETTLED = ".replaced-settled"  # the earlier run while it is being deleted
+_DISCARDED = ".replaced-discarded"  # the earlier run while it is being deleted
 
 
 def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -97,8 +97,8 @@ def claim(
 ) -> Iterator[tuple[Path, list[Path]]]:
     """Prepares a directory for a run, which has exclusive access for the duration of the block.
 
-    An earlier run in it is moved aside, unless it is resumed. Call `settle` after the first step, or `abandon` if there
-    is none. The claim is a lock of the operating system, which also ends when the process is killed.
+    An earlier run in it is moved aside, unless it is resumed. Call `delete_replaced` after the first step, or `abandon`
+    if there is none. The claim is a lock of the operating system, which also ends when the process is killed.
 
     Args:
         output: the directory; None creates `runs/<time>-<model>`.
@@ -125,11 +125,11 @@ def claim(
         yield path, made
 
 
-def settle(path: Path) -> None:
+def delete_replaced(path: Path) -> None:
     """Deletes the earlier run that `claim` moved aside, after the new one has started."""
     if (path / _ASIDE).is_dir():
-        os.replace(path / _ASIDE, path / _SETTLED)
-    _remove_settled(path)
+        os.replace(path / _ASIDE, path / _DISCARDED)
+    _remove_discarded(path)
 
 
 def abandon(path: Path, made: list[Path]) -> None:
@@ -251,7 +251,7 @@ def _repair(path: Path, *, resume: bool) -> None:
 
     As long as the earlier run's folder exists, its successor has not completed a step.
     """
-    _remove_settled(path)
+    _remove_discarded(path)
     replaced = (path / _ASIDE / CONFIG).exists()  # moved last, so all files are there
     if replaced and not (resume and (path / CONFIG).exists()):
         _remove_run(path)
@@ -273,10 +273,10 @@ def _move_run(source: Path, target: Path, names: tuple[str, ...]) -> None:
             os.replace(source / name, target / name)
 
 
-def _remove_settled(path: Path) -> None:
-    if (path / _SETTLED).is_dir():
-        _remove_run(path / _SETTLED)
-        _remove_empty(path / _SETTLED)
+def _remove_discarded(path: Path) -> None:
+    if (path / _DISCARDED).is_dir():
+        _remove_run(path / _DISCARDED)
+        _remove_empty(path / _DISCARDED)
 
 
 def _remove_empty(folder: Path) -> None:

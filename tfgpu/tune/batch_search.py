@@ -16,8 +16,8 @@ from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune import batches, scaling
 from tfgpu.tune.batches import BatchTry, Bounds
-from tfgpu.tune.plan import recipe_of
 from tfgpu.tune.process import TrialProcess
+from tfgpu.tune.spec import recipe_of
 
 __all__ = ["BatchSizes", "BatchTry", "batch_size"]
 

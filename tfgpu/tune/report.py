@@ -7,37 +7,37 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tfgpu.recipes import drawing
-from tfgpu.tune.plan import Plan
 from tfgpu.tune.results import StudyResult, TrialResult
 from tfgpu.tune.space import Choice, Domain, Range
+from tfgpu.tune.spec import StudySpec
 
 NAMES = {"val_error": "validation error", "val_loss": "validation loss"}
 
 
-def render(result: StudyResult, plan: Plan) -> str:
+def render(result: StudyResult, spec: StudySpec) -> str:
     """Renders the page.
 
     Args:
         result: the result of the study.
-        plan: its definition.
+        spec: its definition.
 
     Returns:
         Self-contained HTML; all texts are escaped.
     """
     template = drawing.environment("tfgpu.tune").get_template("study.html.j2")
     return template.render(
-        title=f"{plan.recipe.model} on {plan.recipe.data}: {len(result.trials)} trials",
+        title=f"{spec.recipe.model} on {spec.recipe.data}: {len(result.trials)} trials",
         monitor=NAMES.get(result.monitor, result.monitor),
         score=text_of(result.best.value, result.monitor),
         result=result,
-        plan=plan,
+        spec=spec,
         cards=_cards(result),
         history=_history(result),
         curves=_curves(result),
         importances=_importances(result),
-        slices=[{"name": name, "svg": _slice(result, name, domain)} for name, domain in plan.space.items()],
-        rows=[_row(trial, result, plan) for trial in by_value(result.trials)],
-        settings=plan.space,
+        slices=[{"name": name, "svg": _slice(result, name, domain)} for name, domain in spec.space.items()],
+        rows=[_row(trial, result, spec) for trial in by_value(result.trials)],
+        settings=spec.space,
     )
 
 
@@ -223,7 +223,7 @@ def _range_axis(axes: Any, domain: Range) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _row(trial: TrialResult, result: StudyResult, plan: Plan) -> dict[str, Any]:
+def _row(trial: TrialResult, result: StudyResult, spec: StudySpec) -> dict[str, Any]:
     has_report = trial.status in ("complete", "pruned") and trial.number not in result.missing
     return {
         "number": trial.number,
@@ -233,7 +233,7 @@ def _row(trial: TrialResult, result: StudyResult, plan: Plan) -> dict[str, Any]:
         "value": text_of(trial.value, result.monitor),
         "status": trial.status,
         "reason": trial.reason,
-        "settings": [setting_text(trial.settings.get(name, "")) for name in plan.space],
+        "settings": [setting_text(trial.settings.get(name, "")) for name in spec.space],
         "epochs": len(trial.epochs),
         "time": _time(trial.time_s),
     }

@@ -18,8 +18,8 @@ from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune import journal, process, space
 from tfgpu.tune.journal import PRUNERS, SAMPLERS, Journal
-from tfgpu.tune.plan import Plan, claimed, plan_for, recipe_of
 from tfgpu.tune.results import StudyResult, TrialResult, best_of
+from tfgpu.tune.spec import StudySpec, claimed, recipe_of, spec_for
 
 __all__ = ["StudyResult", "TrialResult", "study"]
 
@@ -93,12 +93,12 @@ def study(
     journal.optuna()
     given = {"sampler": sampler, "pruner": pruner, "monitor": monitor, "seed": seed}
     base = recipe_of(recipe, allow_code)
-    plan = plan_for(Path(folder), base, search, given, resume=resume, allow_code=allow_code)
-    _check(plan, parallel)
+    spec = spec_for(Path(folder), base, search, given, resume=resume, allow_code=allow_code)
+    _check(spec, parallel)
     where = process.places(parallel, use_ray=use_ray)
     try:
-        with claimed(plan, resume=resume) as path:
-            return _Study(path, plan, where, timeout_s, on_trial).run(trials)
+        with claimed(spec, resume=resume) as path:
+            return _Study(path, spec, where, timeout_s, on_trial).run(trials)
     except OSError as error:  # The disk is full, or the folder was deleted.
         raise MachineError(f"The study stopped: {error}. Fix it, and use --resume (`resume=True`).") from error
     finally:
@@ -108,19 +108,19 @@ def study(
 class _Study:
     """A running study, which writes everything in its folder except the run directories."""
 
-    def __init__(self, folder: Path, plan: Plan, where: Any, timeout_s: float | None, on_trial: Progress | None):
-        self._folder, self._plan, self._where = folder, plan, where
+    def __init__(self, folder: Path, spec: StudySpec, where: Any, timeout_s: float | None, on_trial: Progress | None):
+        self._folder, self._spec, self._where = folder, spec, where
         self._timeout_s, self._on_trial = timeout_s, on_trial
-        ends = plan.space.get("epochs")
-        longest = plan.recipe.epochs if ends is None else max(getattr(ends, "values", (getattr(ends, "high", 1),)))
+        ends = spec.space.get("epochs")
+        longest = spec.recipe.epochs if ends is None else max(getattr(ends, "values", (getattr(ends, "high", 1),)))
         self._journal = Journal(
-            folder, plan.space, sampler=plan.sampler, pruner=plan.pruner, epochs=int(longest), seed=plan.seed
+            folder, spec.space, sampler=spec.sampler, pruner=spec.pruner, epochs=int(longest), seed=spec.seed
         )
         self._running: dict[int, _Running] = {}
 
     def run(self, trials: int) -> StudyResult:
-        if self._plan.has_own:
-            self._journal.enqueue({name: space.value_of(self._plan.recipe, name) for name in self._plan.space})
+        if self._spec.has_own:
+            self._journal.enqueue({name: space.value_of(self._spec.recipe, name) for name in self._spec.space})
         waiting = self._journal.unfinished()
         try:
             while True:
@@ -152,7 +152,7 @@ class _Study:
     def _start(self, slot: int, trial: Any) -> None:
         settings = self._journal.settings(trial)
         try:
-            what = space.with_settings(self._plan.recipe, settings)
+            what = space.with_settings(self._spec.recipe, settings)
         except InputError as error:  # Settings that are valid separately, but not together.
             self._end(trial, {"end": "failed", "reason": str(error)}, 0.0)
             return
@@ -165,7 +165,7 @@ class _Study:
             "recipe": what.model_dump(mode="json"),
             "folder": str(run.absolute()),
             "resume": goes_on,
-            "monitor": self._plan.monitor,
+            "monitor": self._spec.monitor,
         }
         handle = self._where.start(slot, task, run.with_suffix(".log").absolute())
         self._running[slot] = _Running(trial, handle, time.monotonic())
@@ -199,7 +199,7 @@ class _Study:
             self._on_trial(self._results()[trial.number])
 
     def _results(self) -> tuple[TrialResult, ...]:
-        return tuple(_result(trial, self._plan.space) for trial in self._journal.trials)
+        return tuple(_result(trial, self._spec.space) for trial in self._journal.trials)
 
     def _check_alike(self) -> None:
         """Ends the study if its first trials all fail with the same message."""
@@ -224,17 +224,17 @@ class _Study:
                 f"None of {len(found)} trials is complete ({reasons}). Narrow the search, or see "
                 f"{self._folder / 'trials'}/*.log."
             )
-        own = found[0] if self._plan.has_own and found[0].status == "complete" else None
-        what = space.with_settings(self._plan.recipe, best.settings)
+        own = found[0] if self._spec.has_own and found[0].status == "complete" else None
+        what = space.with_settings(self._spec.recipe, best.settings)
         head = (
-            f"# The best of {len(found)} trials ({best.folder}, {self._plan.monitor} {best.value:.4g}).\n"
+            f"# The best of {len(found)} trials ({best.folder}, {self._spec.monitor} {best.value:.4g}).\n"
             "# Repeat it: tfgpu train best.yaml --output another\n"
         )
         text = yaml.safe_dump(what.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         atomic.write_text(self._folder / BEST, head + text)
         result = StudyResult(
             folder=self._folder,
-            monitor=self._plan.monitor,
+            monitor=self._spec.monitor,
             trials=found,
             best=best,
             own=own,
@@ -249,7 +249,7 @@ class _Study:
                 and not (self._folder / trial.folder / directory.CONFIG).is_file()
             ),
         )
-        atomic.write_text(self._folder / REPORT, render(result, self._plan))
+        atomic.write_text(self._folder / REPORT, render(result, self._spec))
         return result
 
     def _tested(self, trial: TrialResult) -> float | None:
@@ -285,39 +285,39 @@ def _result(trial: Any, searched: space.Space) -> TrialResult:
     )
 
 
-def _check(plan: Plan, parallel: int) -> None:
-    recipes.check(plan.recipe)
-    space.check(plan.space, plan.recipe)
-    _check_names(plan)
+def _check(spec: StudySpec, parallel: int) -> None:
+    recipes.check(spec.recipe)
+    space.check(spec.space, spec.recipe)
+    _check_names(spec)
     if "TF_CONFIG" in os.environ:
         raise InputError("A study starts its own processes, but TF_CONFIG is set. Unset it.")
-    if parallel > 1 and plan.recipe.devices not in (None, 1):
+    if parallel > 1 and spec.recipe.devices not in (None, 1):
         raise InputError(
-            f"With parallel={parallel} each trial has one device. Received: devices={plan.recipe.devices!r} in the "
+            f"With parallel={parallel} each trial has one device. Received: devices={spec.recipe.devices!r} in the "
             "recipe. Omit it, or use parallel=1."
         )
 
 
-def _check_names(plan: Plan) -> None:
+def _check_names(spec: StudySpec) -> None:
     """Finds errors that would only occur in trials: unknown names, settings that the model lacks."""
     from tfgpu import models
     from tfgpu.recipes import compiling
 
-    names = getattr(plan.space.get("optimizer"), "values", (plan.recipe.optimizer,))
+    names = getattr(spec.space.get("optimizer"), "values", (spec.recipe.optimizer,))
     for name in names:
-        compiling.check_optimizer(space.with_settings(plan.recipe, {"optimizer": name}))
-    _check_styles(plan)
-    taken = models.defaults_of(plan.recipe.model)
+        compiling.check_optimizer(space.with_settings(spec.recipe, {"optimizer": name}))
+    _check_styles(spec)
+    taken = models.defaults_of(spec.recipe.model)
     for name in recipes.STYLE:
-        if name in plan.space and taken and name not in taken and ":" not in plan.recipe.model:
-            raise InputError(f"The model {plan.recipe.model!r} has no setting {name}. Remove it from the search.")
+        if name in spec.space and taken and name not in taken and ":" not in spec.recipe.model:
+            raise InputError(f"The model {spec.recipe.model!r} has no setting {name}. Remove it from the search.")
 
 
-def _check_styles(plan: Plan) -> None:
+def _check_styles(spec: StudySpec) -> None:
     """Finds unknown models, activations, initializers and normalizations."""
     from tfgpu import models
 
-    searched = getattr(plan.space.get("model"), "values", (plan.recipe.model,))
+    searched = getattr(spec.space.get("model"), "values", (spec.recipe.model,))
     for model in searched:
         models.defaults_of(model)
     styles = [models.styles_of(model) for model in searched]
@@ -326,8 +326,8 @@ def _check_styles(plan: Plan) -> None:
     for kind in styles[0]:
         known = list(dict.fromkeys(name for style in styles for name in style[kind]))
         for name in (kind, f"model_options.{kind}"):
-            given = [space.value_of(plan.recipe, name)] if name.endswith(f".{kind}") or kind in recipes.STYLE else []
-            for value in getattr(plan.space.get(name), "values", given):
+            given = [space.value_of(spec.recipe, name)] if name.endswith(f".{kind}") or kind in recipes.STYLE else []
+            for value in getattr(spec.space.get(name), "values", given):
                 if value is not None and value not in known:
                     raise unknown(kind, value, known)
 

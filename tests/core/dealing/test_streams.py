@@ -16,7 +16,7 @@ from tfgpu.core.dealing import batches, epochs, links, wire
 from tfgpu.core.dealing.batches import Layout
 from tfgpu.core.dealing.links import Links
 from tfgpu.core.dealing.making import Ahead, Chosen, OneByOne
-from tfgpu.core.dealing.streams import AHEAD, Plan, Stream
+from tfgpu.core.dealing.streams import AHEAD, Stream, StreamSpec
 from tfgpu.core.worker_rows import Ranges
 from tfgpu.core.workers.ledger import Ledger
 from tfgpu.errors import InputError, MachineError
@@ -108,10 +108,10 @@ def ranges_of(workers, devices):
     return [Ranges(tuple(d * workers + w for d in range(devices)), workers * devices) for w in range(workers)]
 
 
-def streams(made, data, plan, order):
+def streams(made, data, spec, order):
     return [
         Stream(
-            each, ("test", 0), plan, OneByOne(Chosen(data, order, 0, each.rank, plan.makers, lambda d, n: d[n]), id_)
+            each, ("test", 0), spec, OneByOne(Chosen(data, order, 0, each.rank, spec.makers, lambda d, n: d[n]), id_)
         )
         for each in made
     ]
@@ -132,8 +132,8 @@ def same(ours, theirs):
 def test_each_batch_is_made_once_and_each_worker_gets_its_rows(mesh, workers, devices):
     made, data, order = mesh(workers), Batches(), [3, 0, 6, 1, 2, 5, 4]
     ranges = ranges_of(workers, devices)
-    plan, layout = Plan("Batches", Layout(SPEC), ranges, workers), Layout(SPEC)
-    found = together(*(lambda each=each: list(each.read()) for each in streams(made, data, plan, order)))
+    spec, layout = StreamSpec("Batches", Layout(SPEC), ranges, workers), Layout(SPEC)
+    found = together(*(lambda each=each: list(each.read()) for each in streams(made, data, spec, order)))
     assert data.made == collections.Counter(order)
     for rows, own in zip(found, ranges, strict=True):
         assert [int(total) for _, total in rows] == [5, 5, 2, 5, 5, 5, 5]
@@ -144,8 +144,8 @@ def test_each_batch_is_made_once_and_each_worker_gets_its_rows(mesh, workers, de
 
 def test_a_maker_waits_for_workers_that_take_nothing(mesh):
     made, data = mesh(2), Batches(count=40)
-    plan = Plan("Batches", Layout(SPEC), ranges_of(2, 1), 2)
-    first, second = streams(made, data, plan, list(range(40)))
+    spec = StreamSpec("Batches", Layout(SPEC), ranges_of(2, 1), 2)
+    first, second = streams(made, data, spec, list(range(40)))
     while data.made.total() < 2 * (AHEAD + 1):
         time.sleep(0.01)
     assert len(next(first.read())[0][1]) == 3  # rows of the first batch
@@ -157,8 +157,8 @@ def test_a_maker_waits_for_workers_that_take_nothing(mesh):
 @pytest.mark.parametrize("fails", [0, 4])
 def test_all_end_with_one_error_for_a_batch_that_cannot_be_made(mesh, fails, caplog):
     made, data = mesh(3), Batches(fails=fails)
-    plan = Plan("Batches", Layout(SPEC), ranges_of(3, 1), 3)
-    found = together(*(lambda each=each: list(each.read()) for each in streams(made, data, plan, list(range(7)))))
+    spec = StreamSpec("Batches", Layout(SPEC), ranges_of(3, 1), 3)
+    found = together(*(lambda each=each: list(each.read()) for each in streams(made, data, spec, list(range(7)))))
     words = f"Batch {fails} of `Batches` cannot be made on worker {fails % 3} (127.0.0.1:{fails % 3 + 1})"
     assert {type(each) for each in found} == {MachineError}
     assert {str(each) for each in found} == {f"{words}: OSError: The disk"}
@@ -171,16 +171,16 @@ def test_what_is_no_batch_is_an_error(mesh):
             (parts, y, weight) = super().__getitem__(number)
             return (parts, y[:3], weight) if number == 1 else (parts, y, weight)
 
-    plan = Plan("Odd", Layout(SPEC), ranges_of(2, 1), 2)
-    found = together(*(lambda each=each: list(each.read()) for each in streams(mesh(2), Odd(), plan, [0, 1, 2])))
+    spec = StreamSpec("Odd", Layout(SPEC), ranges_of(2, 1), 2)
+    found = together(*(lambda each=each: list(each.read()) for each in streams(mesh(2), Odd(), spec, [0, 1, 2])))
     assert {type(each) for each in found} == {InputError}
     assert all("same number of rows. Received: [3, 5]" in str(each) for each in found)
 
 
 def test_a_worker_that_is_gone_ends_the_others(mesh):
     made, data = mesh(3), Batches(count=60)
-    plan = Plan("Batches", Layout(SPEC), ranges_of(3, 1), 3)
-    one, two, three = streams(made, data, plan, list(range(60)))
+    spec = StreamSpec("Batches", Layout(SPEC), ranges_of(3, 1), 3)
+    one, two, three = streams(made, data, spec, list(range(60)))
     next(three.read())
     hang_up(made[2])
     began = time.monotonic()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfgpu.core.dealing.batches import Layout
 from tfgpu.core.dealing.links import Links
 from tfgpu.core.dealing.making import described
-from tfgpu.core.dealing.streams import Failed, Plan, Stream
+from tfgpu.core.dealing.streams import Failed, Stream, StreamSpec
 from tfgpu.core.worker_rows import Ranges
 
 _OF_INPUT = tf.errors.InvalidArgumentError
@@ -54,10 +54,10 @@ class SharedGenerator:
 
     def __init__(self, dataset: tf.data.Dataset, links: Links, number: int, layout: Layout, ranges: Sequence[Ranges]):
         self._dataset, self._links, self._number = dataset, links, number
-        self._plan, self._passes = Plan("generator", layout, ranges, 1), itertools.count()
+        self._spec, self._passes = StreamSpec("generator", layout, ranges, 1), itertools.count()
 
     def read(self) -> Iterator[tuple[object, np.ndarray]]:
         """One pass: this worker's rows of batch after batch, and each batch's number of rows."""
         key = ("generator", self._number, next(self._passes))
         source = Reading(self._dataset) if self._links.rank == 0 else None
-        yield from Stream(self._links, key, self._plan, source).read()
+        yield from Stream(self._links, key, self._spec, source).read()

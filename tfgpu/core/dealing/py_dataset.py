@@ -21,7 +21,7 @@ from tfgpu.core.dealing import batches, epochs
 from tfgpu.core.dealing.batches import Layout
 from tfgpu.core.dealing.links import Links
 from tfgpu.core.dealing.making import Ahead, Chosen, OneByOne
-from tfgpu.core.dealing.streams import Failed, Plan, Stream, wait
+from tfgpu.core.dealing.streams import Failed, Stream, StreamSpec, wait
 from tfgpu.core.worker_rows import Ranges
 from tfgpu.errors import InputError, MachineError
 
@@ -88,7 +88,7 @@ class SharedPyDataset:
     ):
         self.dataset, self.links, self.number, self.own = adapter.py_dataset, links, number, own
         self._adapter, self._rank = adapter, rank
-        self._plan = Plan(type(self.dataset).__name__, layout, ranges, len(ranges))
+        self._spec = StreamSpec(type(self.dataset).__name__, layout, ranges, len(ranges))
         self._passes, self._epochs, self._read = itertools.count(), itertools.count(), 0
         self._sources: list[OneByOne | Ahead] = []
 
@@ -135,10 +135,10 @@ class SharedPyDataset:
         return found
 
     def _dealt(self, key: tuple, order: list[int] | None, base: int) -> Iterator[tuple[object, np.ndarray]]:
-        chosen = Chosen(self.dataset, order, base, self._rank, self._plan.makers, operator.getitem)
+        chosen = Chosen(self.dataset, order, base, self._rank, self._spec.makers, operator.getitem)
         source = self._source(chosen, lambda batch: training.standardized(self._adapter, batch))
         try:
-            yield from Stream(self.links, key, self._plan, source).read()
+            yield from Stream(self.links, key, self._spec, source).read()
         finally:
             self._sources.remove(source)
 
@@ -148,7 +148,7 @@ class SharedPyDataset:
             yield from source
         except Failed as error:
             kind = MachineError if error.of_machine else InputError
-            raise kind(f"`{self._plan.name}.rows({error.batch}, ...)` failed: {error.text}") from None
+            raise kind(f"`{self._spec.name}.rows({error.batch}, ...)` failed: {error.text}") from None
         finally:
             source.close()
             self._sources.remove(source)
@@ -160,15 +160,15 @@ class SharedPyDataset:
         held = self.own.ranges.rows(total)
         if batches.rows_of(found) != held:
             raise InputError(
-                f"`{self._plan.name}.rows` gave {batches.rows_of(found)} rows, where {held} were asked for. Batches "
+                f"`{self._spec.name}.rows` gave {batches.rows_of(found)} rows, where {held} were asked for. Batches "
                 "but the last must have as many rows as the first; else the class needs a method `num_rows(index)`, "
                 "which says how many a batch has."
             )
-        return self._plan.layout.packed(found), np.int32(total)
+        return self._spec.layout.packed(found), np.int32(total)
 
     def _joined_parts(self, parts: list) -> list[np.ndarray]:
         given = [training.standardized(self._adapter, part) for part in parts]
-        return [batches.joined(each) for each in zip(*map(self._plan.layout.arrays, given), strict=True)]
+        return [batches.joined(each) for each in zip(*map(self._spec.layout.arrays, given), strict=True)]
 
     def check_rows(self, index: int, batch: object) -> None:
         """Compares `rows` with a whole batch.
@@ -180,21 +180,21 @@ class SharedPyDataset:
         Raises:
             InputError: they differ.
         """
-        whole = self._plan.layout.arrays(batch)
+        whole = self._spec.layout.arrays(batch)
         total = batches.rows_of(whole)
         said = self.own.total(self.dataset, index)
         if said != total:
             raise InputError(
-                f"Batch {index} of `{self._plan.name}` has {total} rows, not {said}. "
+                f"Batch {index} of `{self._spec.name}` has {total} rows, not {said}. "
                 "Give the class a method `num_rows(index)`, which says how many rows a batch has."
             )
         found = self._joined_parts(self.own(self.dataset, index)[0])
         for name, ours, theirs in zip(
-            names(self._plan.layout), found, batches.taken(whole, self.own.ranges, total), strict=True
+            names(self._spec.layout), found, batches.taken(whole, self.own.ranges, total), strict=True
         ):
             if ours.shape != theirs.shape or ours.tobytes() != theirs.tobytes():
                 raise InputError(
-                    f"`{self._plan.name}.rows` gives other rows of batch {index} than `__getitem__`: the first array "
+                    f"`{self._spec.name}.rows` gives other rows of batch {index} than `__getitem__`: the first array "
                     f"that differs is `{name}` ({_told(ours, theirs)}). `rows(index, start, stop)` must return these "
                     "rows of the batch to the bit. If `__getitem__` draws random numbers, draw them from a seed that "
                     "belongs to the row; or remove `rows`, and the workers take turns."
@@ -218,7 +218,7 @@ class SharedPyDataset:
                 self.links.tell(key, "changed", changed=changed)
             else:
                 chief = self._heard(key)["changed"]
-                epochs.check(self._plan.name, chief, changed, self.links.ledger.name)
+                epochs.check(self._spec.name, chief, changed, self.links.ledger.name)
 
     def _take_over_states(self, key: tuple) -> dict[str, str]:
         if self._rank == 0:

@@ -60,8 +60,8 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who makes what.
+class StreamSpec:
+    """What all workers know of a stream: who makes which batches, and which rows each gets.
 
     Attributes:
         name: of the data, for errors.
@@ -82,12 +82,12 @@ class Stream:
     Args:
         links: to the other workers.
         key: a name for the pass that all workers have, and no other pass.
-        plan: who makes what.
+        spec: what all workers know of it.
         source: this worker's own batches; None if it makes none.
     """
 
-    def __init__(self, links: Links, key: tuple, plan: Plan, source: Source | None):
-        self.links, self.key, self.plan, self._source = links, key, plan, source
+    def __init__(self, links: Links, key: tuple, spec: StreamSpec, source: Source | None):
+        self.links, self.key, self.spec, self._source = links, key, spec, source
         self._inbox, self._rank, self._is_closed = links.inbox(key), links.rank, False
         self._thread = threading.Thread(target=self._make, name="tfgpu-dealing", daemon=True)
         if source is not None:
@@ -107,8 +107,8 @@ class Stream:
                 if header["kind"] == "failed":
                     raise (MachineError if header["of_machine"] else InputError)(header["text"])
                 if isinstance(found, np.ndarray):
-                    found = self.plan.layout.read(header["shapes"], found)
-                yield self.plan.layout.packed(found), np.int32(header["total"])
+                    found = self.spec.layout.read(header["shapes"], found)
+                yield self.spec.layout.packed(found), np.int32(header["total"])
         finally:
             self.close()
 
@@ -127,7 +127,7 @@ class Stream:
         self.links.close(self.key)
 
     def _take(self, at: int) -> tuple[dict, object]:
-        maker = at % self.plan.makers
+        maker = at % self.spec.makers
         wait(self.links, self._inbox, maker, lambda: (maker, at) in self._inbox.items, lambda: self._is_closed)
         with self._inbox.changed:
             found = self._inbox.items.pop((maker, at))
@@ -139,7 +139,7 @@ class Stream:
 
     def _make(self) -> None:
         others = [rank for rank in range(self.links.workers) if rank != self._rank]
-        for at in itertools.count(self._rank, self.plan.makers):
+        for at in itertools.count(self._rank, self.spec.makers):
             try:
                 arrays, header = self._made()
             except Closed:
@@ -152,7 +152,7 @@ class Stream:
             for rank in [*others, self._rank]:
                 if not self._has_room(rank, at):
                     continue
-                rows = batches.taken(arrays, self.plan.ranges[rank], header["total"])
+                rows = batches.taken(arrays, self.spec.ranges[rank], header["total"])
                 if rank == self._rank:
                     self._inbox.put(rank, {**header, "at": at}, rows)
                 else:
@@ -166,25 +166,25 @@ class Stream:
         if self._is_closed:
             raise Closed
         try:
-            arrays = self.plan.layout.arrays(next(self._source))
+            arrays = self.spec.layout.arrays(next(self._source))
             return arrays, {"kind": "rows", "total": batches.rows_of(arrays)}
         except StopIteration:
             return None, {"kind": "end"}
         except Failed as error:
             if self._is_closed:
                 raise Closed from None
-            _log.error("Batch %d of `%s` cannot be made.\n%s", error.batch, self.plan.name, error.traceback)
-            text = f"Batch {error.batch} of `{self.plan.name}` cannot be made on {self.links.ledger.name}: {error.text}"
+            _log.error("Batch %d of `%s` cannot be made.\n%s", error.batch, self.spec.name, error.traceback)
+            text = f"Batch {error.batch} of `{self.spec.name}` cannot be made on {self.links.ledger.name}: {error.text}"
             return None, {"kind": "failed", "text": text, "of_machine": error.of_machine}
         except Exception as error:  # what a user's generator or class has given may be anything
-            _log.debug("What `%s` gives is no batch.", self.plan.name, exc_info=True)
+            _log.debug("What `%s` gives is no batch.", self.spec.name, exc_info=True)
             said = str(error).splitlines() or [type(error).__name__]
-            text = f"`{self.plan.name}` on {self.links.ledger.name}: {said[0]}"
+            text = f"`{self.spec.name}` on {self.links.ledger.name}: {said[0]}"
             return None, {"kind": "failed", "text": text, "of_machine": False}
 
     def _has_room(self, rank: int, at: int) -> bool:
         """Waits until a worker has taken what was made before; returns False if it takes no more."""
-        step, inbox = self.plan.makers, self._inbox
+        step, inbox = self.spec.makers, self._inbox
         with inbox.changed:
             while not self._is_closed and rank not in inbox.gone:
                 if at <= inbox.took.get(rank, self._rank - step) + AHEAD * step:

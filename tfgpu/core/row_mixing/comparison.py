@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core.row_mixing.isolation import Part
+from tfgpu.core.row_mixing.isolation import TrialShard
 
 CLOSE = 2e-5
 """By how much of the largest number two may differ that are as good as equal."""
@@ -45,10 +45,10 @@ def largest(values: list[np.ndarray | None]) -> np.ndarray:
 
 
 def are_rows(
-    whole: np.ndarray, parts: list[np.ndarray], places: list[Part], close: float, *besides: np.ndarray
+    whole: np.ndarray, parts: list[np.ndarray], places: list[TrialShard], close: float, *besides: np.ndarray
 ) -> bool:
     """Whether the parts' rows are the whole's, or all of them are the whole, which then has no rows."""
-    counts = [part.count for part in places]
+    counts = [shard.count for shard in places]
     if not whole.ndim or any(not part.ndim for part in parts):
         return all(is_close(whole, part, close, *besides) for part in parts)
     each, rest = divmod(whole.shape[0], places[0].total)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.core import batch_rows, step_context
 from tfgpu.core.row_mixing import draws
-from tfgpu.core.row_mixing.isolation import Part
+from tfgpu.core.row_mixing.isolation import TrialShard
 
 _ROWS = (7, 8)  # the second for what takes an even number
 _WORDS = ("a", "b c", "the", "")
@@ -127,19 +127,19 @@ class DrawnInputs:
         source = np.random.default_rng(0)
         return [self._drawn(source, spec, shape, kind) for spec, shape in zip(self.specs, shapes, strict=True)]
 
-    def arguments(self, tensors: list[tf.Tensor], part: Part) -> tuple[object, list[tf.Tensor]]:
+    def arguments(self, tensors: list[tf.Tensor], shard: TrialShard) -> tuple[object, list[tf.Tensor]]:
         """The arguments that a replica with these rows gets, and their tensors.
 
         Args:
             tensors: from `draw`, or recorded ones of the whole.
-            part: which rows.
+            shard: which rows.
         """
         leaves, given = list(self._leaves), []
         for at, spec, tensor in zip(self._at, self.specs, tensors, strict=True):
             mask = private.get_mask(tensor)
-            cut = tf.identity(tensor if spec.rows_each is None else part.of(tensor))
+            cut = tf.identity(tensor if spec.rows_each is None else shard.of(tensor))
             if mask is not None:
-                private.set_mask(cut, mask if spec.rows_each is None else part.of(mask))
+                private.set_mask(cut, mask if spec.rows_each is None else shard.of(mask))
             leaves[at] = cut
             given.append(cut)
         return keras.tree.pack_sequence_as(self._structure, leaves), given

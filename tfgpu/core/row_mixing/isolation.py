@@ -30,8 +30,8 @@ _SEED = 7_340_033
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows of a drawn batch: as a slice, and as the range that a replica would hold."""
+class TrialShard:
+    """A shard of a drawn batch: as a slice of its rows, and as the range that a replica would hold."""
 
     first: int
     count: int
@@ -55,10 +55,10 @@ class Part:
             yield
 
 
-def parts_of(rows: int) -> tuple[Part, Part, Part]:
-    """A batch of so many rows, whole and in two parts, neither of an even length if the rows are."""
+def shards_of(rows: int) -> tuple[TrialShard, TrialShard, TrialShard]:
+    """A batch of so many rows, whole and in two shards, neither of an even length if the rows are."""
     first = (rows - 1) // 2
-    return Part(0, rows, rows), Part(0, first, rows), Part(first, rows - first, rows)
+    return TrialShard(0, rows, rows), TrialShard(0, first, rows), TrialShard(first, rows - first, rows)
 
 
 def run(function: Callable[[], Any]) -> Any:

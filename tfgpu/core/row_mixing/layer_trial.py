@@ -16,7 +16,7 @@ from tfgpu.compat import variables
 from tfgpu.core import step_context
 from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
-from tfgpu.core.row_mixing.isolation import Part
+from tfgpu.core.row_mixing.isolation import TrialShard
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.state import layer_state
 
@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass
 class Call:
-    """A layer's call within the whole run, of which the parts get the rows."""
+    """A layer's call within the whole run, of which the shards get the rows."""
 
     layer: keras.layers.Layer
     arguments: tuple
@@ -83,17 +83,17 @@ class Call:
 
 @dataclass
 class Recorder:
-    """The calls of layers of the user's own within a trial: recorded in the whole run, replaced in the parts.
+    """The calls of layers of the user's own within a trial: recorded in the whole run, replaced in the shards.
 
     Attributes:
         calls: by layer and its how-many-th call.
-        part: the rows of the run; None while calls are recorded.
+        shard: the rows of the run; None while calls are recorded.
         scope: the stateless scope of the run.
         counts: how many calls of each layer there were in the run.
     """
 
     calls: dict[tuple[int, int], Call] = field(default_factory=dict)
-    part: Part | None = None
+    shard: TrialShard | None = None
     scope: keras.StatelessScope | None = None
     counts: dict[int, int] = field(default_factory=dict)
     is_on: bool = True
@@ -109,7 +109,7 @@ def within_trial(stock: Callable, layer: keras.layers.Layer, args: tuple, kwargs
         return stock(layer, *args, **kwargs)
     number = kept.counts.get(id(layer), 0)
     kept.counts[id(layer)] = number + 1
-    if kept.part is None:
+    if kept.shard is None:
         context = copy.copy(private.call_context())
         before, losses = dict(kept.scope.state_mapping), len(kept.scope.losses)
         outputs = stock(layer, *args, **kwargs)
@@ -121,12 +121,12 @@ def within_trial(stock: Callable, layer: keras.layers.Layer, args: tuple, kwargs
         return stock(layer, *args, **kwargs)
     kept.scope.state_mapping.update(call.state)
     kept.scope.losses.extend(call.losses)
-    return keras.tree.map_structure(lambda leaf: _rows_of(leaf, kept.part), call.outputs)
+    return keras.tree.map_structure(lambda leaf: _rows_of(leaf, kept.shard), call.outputs)
 
 
-def _rows_of(leaf: object, part: Part) -> object:
-    has_rows = tf.is_tensor(leaf) and leaf.shape.rank and leaf.shape[0] and leaf.shape[0] % part.total == 0
-    return part.of(leaf) if has_rows else leaf
+def _rows_of(leaf: object, shard: TrialShard) -> object:
+    has_rows = tf.is_tensor(leaf) and leaf.shape.rank and leaf.shape[0] and leaf.shape[0] % shard.total == 0
+    return shard.of(leaf) if has_rows else leaf
 
 
 class LayerTrial:
@@ -163,9 +163,9 @@ class LayerTrial:
 
     def _judged(self, draw: Drawn) -> Verdict | None:
         drawn, rows, is_cut = draw.tensors, draw.rows, draw.is_cut
-        whole_part, *halves = isolation.parts_of(rows)
+        whole_shard, *halves = isolation.shards_of(rows)
         self._recorder = Recorder()
-        whole = self._outcome(drawn, whole_part)
+        whole = self._outcome(drawn, whole_shard)
         if not all(np.isfinite(each).all() for each in (*whole.values, *whole.losses) if each.dtype.kind == "f"):
             return None
         difference = self._difference(drawn, whole, halves, is_cut=is_cut)
@@ -173,12 +173,12 @@ class LayerTrial:
             is_marked = any(choices.of(each) == choices.ON_ALL_ROWS for each in self._within)
             return Verdict(Needs.ITS_PARTS if is_marked else Needs.ITS_ROWS)
         self._recorder.is_on = False
-        again = self._outcome(drawn, whole_part)
-        if self._differing(whole, [again], [whole_part]) is not None:
+        again = self._outcome(drawn, whole_shard)
+        if self._differing(whole, [again], [whole_shard]) is not None:
             return Verdict(Needs.ITS_ROWS, "random")
         self._recorder.is_on = True
         if (
-            self._judge_calls(whole_part)
+            self._judge_calls(whole_shard)
             and self._difference(drawn, whole, halves, is_cut=is_cut, has_gradients=False) is None
         ):
             return Verdict(Needs.ITS_PARTS)
@@ -186,7 +186,7 @@ class LayerTrial:
             Needs.ALL, difference, tuple(comparison.has_rows(value, rows) for value in whole.values[: whole.outputs])
         )
 
-    def _judge_calls(self, whole: Part) -> bool:
+    def _judge_calls(self, whole: TrialShard) -> bool:
         """Tries the layers within on what they were called with; whether one mixes rows."""
         for call in self._recorder.calls.values():
             if call.layer is not self._layer:
@@ -196,10 +196,10 @@ class LayerTrial:
         return any(call.needs is Needs.ALL for call in self._recorder.calls.values())
 
     def _difference(
-        self, drawn: list, whole: Outcome, halves: list[Part], *, is_cut: bool, has_gradients: bool = True
+        self, drawn: list, whole: Outcome, halves: list[TrialShard], *, is_cut: bool, has_gradients: bool = True
     ) -> str | None:
         try:
-            parts = [self._outcome(drawn, part, has_gradients=has_gradients) for part in halves]
+            parts = [self._outcome(drawn, shard, has_gradients=has_gradients) for shard in halves]
         except Meets:
             raise
         except Exception as error:
@@ -208,17 +208,17 @@ class LayerTrial:
             return f"it takes all rows, but not some of them ({type(error).__name__})"
         return self._differing(whole, parts, halves)
 
-    def _outcome(self, drawn: list, part: Part, *, has_gradients: bool = True) -> Outcome:
-        is_whole = part.count == part.total
-        self._recorder.part, self._recorder.counts = None if is_whole else part, {}
-        (args, kwargs), inputs = self._inputs.arguments(drawn, part)
+    def _outcome(self, drawn: list, shard: TrialShard, *, has_gradients: bool = True) -> Outcome:
+        is_whole = shard.count == shard.total
+        self._recorder.shard, self._recorder.counts = None if is_whole else shard, {}
+        (args, kwargs), inputs = self._inputs.arguments(drawn, shard)
         self._captured.restore()
         floats = [each for each in (*inputs, *self._values) if each.dtype.is_floating]
         mapping = list(zip(self._weights, self._values, strict=True))
         scope = keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False)
         self._recorder.scope, before = scope, isolation.tensors_in(self._within)
         start = dict(scope.state_mapping)
-        with part.held(), recorder.set_to(self._recorder), layer_state.noting_sums() as added:
+        with shard.held(), recorder.set_to(self._recorder), layer_state.noting_sums() as added:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(floats)
                 with scope:
@@ -227,7 +227,7 @@ class LayerTrial:
                 kept = [value for key, value in left.items() if before.get(key) is not value]
                 found = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs) if leaf is not None]
                 tensors = [*found, *(each for each in kept if hasattr(each, "numpy"))]
-                target = _target(tensors, scope.losses, part) if has_gradients else None
+                target = _target(tensors, scope.losses, shard) if has_gradients else None
         gradients = [] if not has_gradients else _gradients(tape, target, floats)
         count = sum(each.dtype.is_floating for each in inputs)
         state = {key: value for key, value in scope.state_mapping.items() if start.get(key) is not value}
@@ -243,9 +243,9 @@ class LayerTrial:
             gradients[count:],
         )
 
-    def _differing(self, whole: Outcome, parts: list[Outcome], places: list[Part]) -> str | None:
+    def _differing(self, whole: Outcome, parts: list[Outcome], places: list[TrialShard]) -> str | None:
         """In what the parts are not the whole, or None."""
-        shares = [part.share for part in places]
+        shares = [shard.share for shard in places]
         if any(part.structure != whole.structure or len(part.values) != len(whole.values) for part in parts):
             return "its outputs are others for other numbers of rows"
         if (named := self._differing_state(whole, parts, shares)) is not None:
@@ -262,7 +262,7 @@ class LayerTrial:
                 return "a row of its outputs depends on other rows"
         return self._differing_gradients(whole, parts, places) if parts[0].of_inputs or parts[0].of_weights else None
 
-    def _differing_gradients(self, whole: Outcome, parts: list[Outcome], places: list[Part]) -> str | None:
+    def _differing_gradients(self, whole: Outcome, parts: list[Outcome], places: list[TrialShard]) -> str | None:
         floats = [spec for spec in self._inputs.specs if tf.as_dtype(spec.dtype).is_floating]
         close = 10 * self._close
         # What is 0 but for rounding, as the gradient of a key's bias, is as good as another such number.
@@ -304,18 +304,18 @@ class LayerTrial:
         return None
 
 
-def _target(tensors: list[tf.Tensor], losses: list[tf.Tensor], part: Part) -> tf.Tensor | None:
-    """A number of the part of which the whole's is the sum: what is drawn for each row times its outputs."""
-    found = [tf.reduce_sum(tf.cast(loss, tf.float32)) * part.share for loss in losses]
+def _target(tensors: list[tf.Tensor], losses: list[tf.Tensor], shard: TrialShard) -> tf.Tensor | None:
+    """A number of the shard of which the whole's is the sum: what is drawn for each row times its outputs."""
+    found = [tf.reduce_sum(tf.cast(loss, tf.float32)) * shard.share for loss in losses]
     for at, tensor in enumerate(tensors):
         if not tensor.dtype.is_floating or tensor.shape.rank is None:
             continue
         source = np.random.default_rng(at)
         rows = tensor.shape[0] if tensor.shape.rank else None
-        if rows is not None and part.count and rows == part.count:
-            upstream = part.of(source.normal(size=(part.total, *tensor.shape[1:])))
-        elif rows is None or rows % part.count:
-            upstream = source.normal(size=tuple(tensor.shape)) * part.share
+        if rows is not None and shard.count and rows == shard.count:
+            upstream = shard.of(source.normal(size=(shard.total, *tensor.shape[1:])))
+        elif rows is None or rows % shard.count:
+            upstream = source.normal(size=tuple(tensor.shape)) * shard.share
         else:
             continue  # several for each row, in an order that is not known
         found.append(tf.reduce_sum(tf.cast(tensor, tf.float32) * tf.constant(upstream, tf.float32)))

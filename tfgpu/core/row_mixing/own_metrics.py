@@ -26,7 +26,7 @@ from tfgpu.core.row_mixing import (
     verdicts,
 )
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
-from tfgpu.core.row_mixing.isolation import Part
+from tfgpu.core.row_mixing.isolation import TrialShard
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
@@ -188,10 +188,10 @@ class MetricTrial:
 
     def _judged(self, draw: Drawn) -> bool | None:
         drawn = draw.tensors
-        whole_part, *halves = isolation.parts_of(draw.rows)
-        # Starts from the state after one batch: in later batches, each replica starts from its part of the state.
-        start = self._state_after(drawn, whole_part, None)
-        whole = self._state_after(drawn, whole_part, start)
+        whole_shard, *halves = isolation.shards_of(draw.rows)
+        # Starts from the state after one batch: in later batches, each replica starts from its shard of the state.
+        start = self._state_after(drawn, whole_shard, None)
+        whole = self._state_after(drawn, whole_shard, start)
         if not all(comparison.is_finite(value) for value in whole):
             return None
         try:
@@ -205,13 +205,13 @@ class MetricTrial:
         parts = zip(self._metric.variables, start, whole, first, second, initial, strict=True)
         return not all(_is_sum(*each) for each in parts)
 
-    def _state_after(self, drawn: list, part: Part, start: list | None) -> list:
-        (args, kwargs), _ = self._inputs.arguments(drawn, part)
+    def _state_after(self, drawn: list, shard: TrialShard, start: list | None) -> list:
+        (args, kwargs), _ = self._inputs.arguments(drawn, shard)
         self._captured.restore()
         held = self._metric.variables
         values = [variables.local_value(variables.held(each)) for each in held] if start is None else start
         scope = keras.StatelessScope(list(zip(held, values, strict=True)), initialize_variables=False)
-        with part.held(), step_context.scope(losses_are_plain=True), scope:
+        with shard.held(), step_context.scope(losses_are_plain=True), scope:
             self._update(self._metric, *args, **kwargs)
             return [comparison.array(tf.convert_to_tensor(each.value)) for each in held]
 

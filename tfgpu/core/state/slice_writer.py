@@ -17,7 +17,7 @@ from tfgpu.core.state.sharded_variable import AxisSharding, ShardedVariable
 _SLICE_BYTES = 1 << 22
 """The most bytes of a slice; smaller arrays are left to Keras."""
 
-Part = tuple[tuple[slice, ...], np.ndarray]
+Chunk = tuple[tuple[slice, ...], np.ndarray]
 
 
 def write(group: h5py.Group, key: str, value: Any) -> bool:
@@ -38,12 +38,12 @@ def write(group: h5py.Group, key: str, value: Any) -> bool:
     if isinstance(value, np.ndarray):
         group.create_dataset(key, data=value)
         return True
-    found = parts(value)
+    found = chunks(value)
     if found is None:
         return False
     dataset = group.create_dataset(key, shape=tuple(value.shape), dtype=dtype)
-    for index, part in found:
-        dataset[index] = part
+    for index, chunk in found:
+        dataset[index] = chunk
     return True
 
 
@@ -56,7 +56,7 @@ def _dtype(value: Any) -> np.dtype | None:
     return np.dtype(dtype) if np.dtype(dtype).kind in "fiu" else None
 
 
-def parts(value: keras.Variable | ShardedVariable) -> Iterator[Part] | None:
+def chunks(value: keras.Variable | ShardedVariable) -> Iterator[Chunk] | None:
     """The slices of a variable, with their places in it; None if its copies are to be summed or gathered first."""
     if not isinstance(value, ShardedVariable):
         source = held(value)
@@ -65,7 +65,7 @@ def parts(value: keras.Variable | ShardedVariable) -> Iterator[Part] | None:
             return None
         return _slices(local_copy(value))
     if isinstance(value.sharding, AxisSharding):
-        inner = [parts(shard) for shard in value.shards]
+        inner = [chunks(shard) for shard in value.shards]
         return None if None in inner else _beside(value, inner)
     copies = held(value.shards[0]) if isinstance(value.shards[0], keras.Variable) else None
     if not value.sharding.over_replicas or not isinstance(copies, tf.distribute.DistributedValues):
@@ -76,7 +76,7 @@ def parts(value: keras.Variable | ShardedVariable) -> Iterator[Part] | None:
     return _rows_of_pieces(copies.values, tuple(value.shape))
 
 
-def _slices(variable: tf.Variable) -> Iterator[Part]:
+def _slices(variable: tf.Variable) -> Iterator[Chunk]:
     """Slices along the longest axis."""
     tensor = variable.read_value()  # once: some variables are copied when they are read
     shape = tuple(tensor.shape)
@@ -88,20 +88,20 @@ def _slices(variable: tf.Variable) -> Iterator[Part]:
         yield index, tensor[index].numpy()
 
 
-def _beside(value: ShardedVariable, inner: list[Iterator[Part]]) -> Iterator[Part]:
+def _beside(value: ShardedVariable, inner: list[Iterator[Chunk]]) -> Iterator[Chunk]:
     """The slices of shards that lie side by side along an axis."""
     axis, start = value.sharding.axis, 0
     for shard, found in zip(value.shards, inner, strict=True):
         size = shard.shape[axis]
-        for index, part in found:
+        for index, chunk in found:
             whole = [*index, *[slice(None)] * (len(value.shape) - len(index))]
             low, high, _ = whole[axis].indices(size)
             whole[axis] = slice(start + low, start + high)
-            yield tuple(whole), part
+            yield tuple(whole), chunk
         start += size
 
 
-def _rows_of_pieces(pieces: tuple[tf.Variable, ...], shape: tuple[int, ...]) -> Iterator[Part]:
+def _rows_of_pieces(pieces: tuple[tf.Variable, ...], shape: tuple[int, ...]) -> Iterator[Chunk]:
     """Rows of an array whose numbers lie, one after another, in flat pieces of equal length."""
     tensors = [piece.read_value() for piece in pieces]
     length, row = int(tensors[0].shape[0]), math.prod(shape[1:])

@@ -11,23 +11,23 @@ import tensorflow as tf
 from tfgpu.core.worker_rows import Ranges
 from tfgpu.data.assembly import corrupt
 from tfgpu.data.assembly.ahead import fetched_ahead
-from tfgpu.data.assembly.plan import Plan, pairs
+from tfgpu.data.assembly.epoch_spec import EpochSpec, pairs
 from tfgpu.data.examples import to_model
 from tfgpu.data.position import parted
 
 
-def in_memory(plan: Plan, array: tf.Tensor, ranges: Ranges | None = None) -> Callable:
+def in_memory(spec: EpochSpec, array: tf.Tensor, ranges: Ranges | None = None) -> Callable:
     """The function from a batch's row of indices to the batch, or to `(rows, total)`, for examples in memory."""
 
     def fetch(position, start, row):
         epoch, _ = parted(position)
-        index = row[: plan.count - start]  # the last row may be padded
+        index = row[: spec.count - start]  # the last row may be padded
         if ranges is None:
-            return plan.change(epoch, start, gathered(index), tf.gather(plan.labels, index))
-        part = plan.part(start, ranges)
-        index = tf.gather(index, plan.needed(epoch, start, part))
-        made = plan.change(epoch, start, gathered(index), tf.gather(plan.labels, index), part)
-        return made, tf.cast(part.total, tf.int32)
+            return spec.change(epoch, start, gathered(index), tf.gather(spec.labels, index))
+        shard = spec.shard(start, ranges)
+        index = tf.gather(index, spec.needed(epoch, start, shard))
+        made = spec.change(epoch, start, gathered(index), tf.gather(spec.labels, index), shard)
+        return made, tf.cast(shard.total, tf.int32)
 
     def gathered(index):
         return tf.ensure_shape(to_model(tf.gather(array, index)), [None, *array.shape[1:]])
@@ -35,74 +35,74 @@ def in_memory(plan: Plan, array: tf.Tensor, ranges: Ranges | None = None) -> Cal
     return fetch
 
 
-def loaded(plan: Plan, rows: tf.data.Dataset, feed, ranges: Ranges) -> tf.data.Dataset:
+def loaded(spec: EpochSpec, rows: tf.data.Dataset, feed, ranges: Ranges) -> tf.data.Dataset:
     """`(rows, total)` of examples that are read on demand.
 
     All examples of all batches form one stream, so that decoding runs in parallel across batches. Where stages mix
     examples, batches need different numbers of them: the stream is padded to the most, with keys that load nothing.
 
     Args:
-        plan: what the batches are made of.
+        spec: what the batches are made of.
         rows: one element per batch: the position of `Counter.positions`, the place of its first example, the indices.
         feed: how examples are prepared ahead.
         ranges: which rows are the worker's.
     """
-    load, most = plan.examples.load, _most(plan, ranges)
-    pads = pairs(plan.change) > 0
+    load, most = spec.examples.load, _most(spec, ranges)
+    pads = pairs(spec.change) > 0
 
     def keys(position, start, row):
-        needed = plan.needed(parted(position)[0], start, plan.part(start, ranges))
+        needed = spec.needed(parted(position)[0], start, spec.shard(start, ranges))
         key = tf.stack([tf.fill(tf.shape(needed), position), start + needed, tf.gather(row, needed)], axis=1)
         if pads:
             key = tf.pad(key, [[0, most - tf.size(needed)], [0, 0]], constant_values=-1)
             key = tf.concat([tf.fill([most, 1], position), key[:, 1:]], axis=1)
-        numbers = start // plan.global_batch * most + tf.range(tf.shape(key, tf.int64)[0])
+        numbers = start // spec.global_batch * most + tf.range(tf.shape(key, tf.int64)[0])
         return tf.concat([key, numbers[:, None]], axis=1)
 
     def assemble(key, x):
         if pads:
             real = tf.math.count_nonzero(key[:, 2] >= 0)
             key, x = key[:real], x[:real]
-        epoch, start = parted(key[0, 0])[0], key[0, 1] // plan.global_batch * plan.global_batch
-        part = plan.part(start, ranges)
-        made = plan.change(epoch, start, to_model(x), tf.gather(plan.labels, key[:, 2]), part)
-        return made, tf.cast(part.total, tf.int32)
+        epoch, start = parted(key[0, 0])[0], key[0, 1] // spec.global_batch * spec.global_batch
+        shard = spec.shard(start, ranges)
+        made = spec.change(epoch, start, to_model(x), tf.gather(spec.labels, key[:, 2]), shard)
+        return made, tf.cast(shard.total, tf.int32)
 
     batches = rows.map(keys)
-    if plan.examples.ahead is not None:
-        batches = fetched_ahead(batches, plan.examples.ahead, 2)
+    if spec.examples.ahead is not None:
+        batches = fetched_ahead(batches, spec.examples.ahead, 2)
     load_one = _unless_padding(load) if pads else lambda key: (key, load(key[2]))
     read = batches.unbatch().map(load_one, num_parallel_calls=feed.calls, deterministic=True)
-    if plan.examples.where is None:
+    if spec.examples.where is None:
         cut = read.batch(most)
     else:
         cut = corrupt.named(
-            read.ignore_errors().batch(most), where=plan.examples.where, **_numbers(plan, ranges, most, keys)
+            read.ignore_errors().batch(most), where=spec.examples.where, **_numbers(spec, ranges, most, keys)
         )
     return cut.map(assemble, num_parallel_calls=feed.calls, deterministic=True)
 
 
-def _numbers(plan: Plan, ranges: Ranges, most: int, keys: Callable) -> dict[str, Callable]:
+def _numbers(spec: EpochSpec, ranges: Ranges, most: int, keys: Callable) -> dict[str, Callable]:
     """How `corrupt.named` finds a missing example: the numbers of a batch's keys, and the index of one of them."""
 
     def expected(number):
-        start = number * plan.global_batch
-        size = most if pairs(plan.change) else tf.size(plan.part(start, ranges).rows, tf.int64)
+        start = number * spec.global_batch
+        size = most if pairs(spec.change) else tf.size(spec.shard(start, ranges).rows, tf.int64)
         return number * most + tf.range(size, dtype=tf.int64)
 
     def index(epoch, number):
-        start = number // most * plan.global_batch
-        row = plan.order(epoch)[start : start + plan.global_batch]
+        start = number // most * spec.global_batch
+        row = spec.order(epoch)[start : start + spec.global_batch]
         return keys(epoch, start, row)[number % most, 2]
 
     return {"expected": expected, "index": index}
 
 
-def _most(plan: Plan, ranges: Ranges) -> int:
+def _most(spec: EpochSpec, ranges: Ranges) -> int:
     """The most examples that a batch takes: each stage that mixes may double them."""
     with tf.init_scope():
-        own = int(tf.size(ranges.indices(tf.constant(plan.global_batch, tf.int64))))
-    return min(plan.global_batch, own * 2 ** pairs(plan.change)) if pairs(plan.change) else own
+        own = int(tf.size(ranges.indices(tf.constant(spec.global_batch, tf.int64))))
+    return min(spec.global_batch, own * 2 ** pairs(spec.change)) if pairs(spec.change) else own
 
 
 def _unless_padding(load: Callable) -> Callable:

@@ -87,14 +87,14 @@ def bucket(
     whole_number("global_batch", global_batch)
     boundaries = _boundaries(boundaries, tokens)
     which = np.searchsorted(boundaries, tokens.lengths)
-    plan = _Plan(which, boundaries, global_batch)
+    batches = _BucketedBatches(which, boundaries, global_batch)
     with tf.device("CPU:0"):
-        bucket_of, firsts = tf.constant(which), tf.constant(plan.places)
-        counts, lengths = tf.constant(plan.counts), tf.constant(plan.lengths)
+        bucket_of, firsts = tf.constant(which), tf.constant(batches.places)
+        counts, lengths = tf.constant(batches.counts), tf.constant(batches.lengths)
 
     def rows(epoch):
         drawn = tf.range(len(which), dtype=tf.int64)
-        turns = tf.range(plan.steps, dtype=tf.int64)
+        turns = tf.range(batches.steps, dtype=tf.int64)
         if shuffle:
             drawn = position.order(drawn, seed=seed, epoch=epoch)
             turns = position.order(turns, seed=seed, epoch=epoch, of="batches")
@@ -109,7 +109,7 @@ def bucket(
     def total(row, count, length):
         return count
 
-    return _made(tokens, rows, fetch, total, plan.steps, len(which), plan.padded, feed)
+    return _made(tokens, rows, fetch, total, batches.steps, len(which), batches.padded, feed)
 
 
 def pack(
@@ -302,7 +302,7 @@ def _boundaries(boundaries, tokens: _Tokens) -> np.ndarray:
     return found
 
 
-class _Plan:
+class _BucketedBatches:
     """The start of each batch among the sequences sorted by bucket; the same in all epochs."""
 
     def __init__(self, which: np.ndarray, boundaries: np.ndarray, global_batch: int):

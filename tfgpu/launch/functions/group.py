@@ -18,7 +18,7 @@ from tfgpu.launch.functions.links import EngineLink
 from tfgpu.launch.functions.relay import Work, search_paths
 from tfgpu.launch.group import Group, Member
 from tfgpu.launch.job import Job
-from tfgpu.launch.plan import planned
+from tfgpu.launch.process_specs import specs_for
 from tfgpu.launch.restarts import WRONG_INPUT, Restarts
 from tfgpu.launch.signals import Signals
 from tfgpu.launch.supervisor import Ending, supervise
@@ -181,11 +181,11 @@ class Program:
         self._attempt = attempt
         self._transcript.begin(attempt)
         job, members = self._work.job, [Member(task.name, task.node) for task in self._tasks]
-        plan = planned(job, self._tasks, attempt, self._command, environ={}, is_engine=True)
+        specs = specs_for(job, self._tasks, attempt, self._command, environ={}, is_engine=True)
         # Without `with`, no signal is handled: Ctrl-C stays a KeyboardInterrupt of the program.
         with self._connect(attempt) as links, contextlib.closing(Signals()) as signals:
             limits = {"grace_s": self._work.grace_s, "silence_s": job.silence_s}
-            group = Group(members, links, plan, self._transcript, signals, self.restarts, **limits)
+            group = Group(members, links, specs, self._transcript, signals, self.restarts, **limits)
             try:
                 return group.run()
             except BaseException:

@@ -28,7 +28,7 @@ _DEFAULTS = {"sampler": "tpe", "pruner": "median", "monitor": "val_error", "seed
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudySpec:
     """The definition of a study.
 
     Attributes:
@@ -73,7 +73,7 @@ def recipe_of(given: Recipe | str | Path | None, allow_code: bool) -> Recipe | N
     return recipes.make(settings, source=str(given))
 
 
-def plan_for(
+def spec_for(
     folder: Path,
     recipe: Recipe | None,
     search: Mapping[str, Any] | Sequence[str] | None,
@@ -81,8 +81,8 @@ def plan_for(
     *,
     resume: bool,
     allow_code: bool = False,
-) -> Plan:
-    """Creates the plan of a new study, or reads that of the study to resume.
+) -> StudySpec:
+    """Creates the definition of a new study, or reads that of the study to resume.
 
     Args:
         folder: the folder of the study.
@@ -102,7 +102,7 @@ def plan_for(
             raise InputError(f"{str(folder)!r} {kind}. Add --resume to resume a study, or give another folder.")
         base = recipe or Recipe()
         found = space.parse_search(search) if search else space.default_space(base)
-        return Plan(folder, _explicit(base, found), found, **{**_DEFAULTS, **given})
+        return StudySpec(folder, _explicit(base, found), found, **{**_DEFAULTS, **given})
     if not (folder / FILE).is_file():
         raise InputError(f"{str(folder)!r} has no study to resume: {FILE} is missing. Omit --resume.")
     kept = _recorded(folder / FILE)
@@ -110,35 +110,35 @@ def plan_for(
     refuse_code(kept["recipe"], str(folder / FILE), allow=allow_code, given=own)
     refuse_code_searched(kept["search"], str(folder / FILE), allow=allow_code)
     base = recipes.make(kept["recipe"], source=str(folder / FILE))
-    plan = Plan(folder, base, space.parse_search(kept["search"]), **{name: kept[name] for name in _DEFAULTS})
+    spec = StudySpec(folder, base, space.parse_search(kept["search"]), **{name: kept[name] for name in _DEFAULTS})
     asked = {**given, **({"search": space.parse_search(search)} if search else {})}
     if recipe is not None:
-        asked["recipe"] = _explicit(recipe, plan.space)
-    now = {"search": plan.space, "recipe": plan.recipe, **{name: getattr(plan, name) for name in _DEFAULTS}}
+        asked["recipe"] = _explicit(recipe, spec.space)
+    now = {"search": spec.space, "recipe": spec.recipe, **{name: getattr(spec, name) for name in _DEFAULTS}}
     differing = [name for name, value in asked.items() if value != now[name]]
     if differing:
         raise InputError(
             f"Cannot resume {str(folder)!r} with another {differing[0]}, since trials would not be comparable. Omit "
             "it, or start a new study."
         )
-    return plan
+    return spec
 
 
 @contextlib.contextmanager
-def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
+def claimed(spec: StudySpec, *, resume: bool) -> Iterator[Path]:
     """Creates and locks the folder of a study while the block lasts.
 
     Raises:
         InputError: another process has locked it, or it cannot be created.
     """
-    folder = plan.folder
+    folder = spec.folder
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder, held)
             if not resume:
                 head = "# Resume this study: tfgpu tune --resume --output FOLDER\n"
-                atomic.write_text(folder / FILE, head + yaml.safe_dump(plan.as_plain(), sort_keys=False))
+                atomic.write_text(folder / FILE, head + yaml.safe_dump(spec.as_plain(), sort_keys=False))
         except OSError as error:
             raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
         yield folder

@@ -5,11 +5,11 @@ from typing import Any
 
 from tfgpu.errors import InputError
 from tfgpu.launch import layout
-from tfgpu.launch.group import Plan
+from tfgpu.launch.group import ProcessSpecs
 from tfgpu.launch.job import Job
 
 
-def planned(
+def specs_for(
     job: Job,
     tasks: Sequence[layout.Task],
     attempt: int,
@@ -18,7 +18,7 @@ def planned(
     environ: Mapping[str, str],
     directory: str | None = None,
     is_engine: bool = False,
-) -> Plan:
+) -> ProcessSpecs:
     """Makes the function that decides what to start, once the nodes have sent their facts.
 
     Args:
@@ -37,7 +37,7 @@ def planned(
         "TFGPU_STARTUP_TIMEOUT": f"{job.startup_timeout_s:g}",
     }
 
-    def plan(facts: Sequence[dict[str, Any]], ports: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    def specs(facts: Sequence[dict[str, Any]], ports: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         places = [layout.Place(each["name"], each["address"], each["cpus"], tuple(each["gpus"])) for each in facts]
         _check_addresses(places)
         left = [iter(each) for each in ports]
@@ -53,7 +53,7 @@ def planned(
             for task in tasks
         ]
 
-    return plan
+    return specs
 
 
 def _check_addresses(places: Sequence[layout.Place]) -> None:

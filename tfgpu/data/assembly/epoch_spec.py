@@ -1,4 +1,4 @@
-"""What the batches of an epoch are made of, and which part of each a worker makes."""
+"""What the batches of an epoch are made of, and the shard of each that a worker makes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from tfgpu.data.examples import Examples
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochSpec:
     """What the batches of an epoch are made of.
 
     Args:
@@ -18,7 +18,7 @@ class Plan:
         order: maps the epoch's number to the indices of its examples, int64 [count].
         count: examples in an epoch.
         global_batch: examples in a batch.
-        change: `(epoch, place, x, y)` -> the batch, and `(epoch, place, x, y, part)` -> the rows of a part of it.
+        change: `(epoch, place, x, y)` -> the batch, and `(epoch, place, x, y, shard)` -> the rows of a shard of it.
 
     Attributes:
         labels: the examples' labels, a tensor; their numbers, from 0, where `change` gathers arrays by them.
@@ -46,19 +46,19 @@ class Plan:
         """Examples in the batch that begins at the place `start` of the epoch, int64."""
         return tf.minimum(self.count - start, self.global_batch)
 
-    def part(self, start: tf.Tensor, ranges: Ranges) -> "Part":
-        """The worker's part of that batch."""
+    def shard(self, start: tf.Tensor, ranges: Ranges) -> "BatchShard":
+        """The worker's shard of that batch."""
         total = self.total(start)
-        return Part(total, ranges.indices(total))
+        return BatchShard(total, ranges.indices(total))
 
-    def needed(self, epoch: tf.Tensor, start: tf.Tensor, part: "Part") -> tf.Tensor:
-        """The rows of the batch to fetch for the part."""
-        return part.rows if pairs(self.change) == 0 else self.change.needed(epoch, start, part)
+    def needed(self, epoch: tf.Tensor, start: tf.Tensor, shard: "BatchShard") -> tf.Tensor:
+        """The rows of the batch to fetch for the shard."""
+        return shard.rows if pairs(self.change) == 0 else self.change.needed(epoch, start, shard)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a batch.
+class BatchShard:
+    """A shard of a batch.
 
     Attributes:
         total: rows of the batch, int64 scalar.
