@@ -218,8 +218,26 @@ def test_distributed_data_is_judged_by_its_datasets(distribute, reaches, ends):
         found = own(strategy, source)
     else:
         found = strategy.distribute_datasets_from_function(lambda worker: source)
-    list(iterator_end.Data(found))
+    list(found)  # as a loop of the user's own reads it
     assert bool(ends.all()) is not reaches
+
+
+def test_the_iterators_of_several_devices_end_at_once_and_their_source_last():
+    together, ended = threading.Barrier(3, timeout=60), []
+
+    class Held:
+        """Ends only while the others of its kind end."""
+
+        def __init__(self, *, is_source=False):
+            self.is_source = is_source
+
+        def __del__(self):
+            if not self.is_source:
+                together.wait()
+            ended.append(self.is_source)
+
+    iterator_end._release([Held(), Held(), Held(), Held(is_source=True)])
+    assert ended == [False, False, False, True]
 
 
 def test_no_python_runs_when_an_iterator_is_destroyed():

@@ -68,6 +68,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "seed_generator": ("keras.src.random.seed_generator",),
     "summary_utils": ("keras.src.utils.summary_utils",),
     # TensorFlow
+    "DistributedDataset": ("tensorflow.python.distribute.input_lib:DistributedDataset",),
+    "DistributedDatasetsFromFunction": ("tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction",),
     "Function": ("tensorflow.python.eager.polymorphic_function.polymorphic_function:Function",),
     "MirroredExtended": ("tensorflow.python.distribute.mirrored_strategy:MirroredExtended",),
     "MirroredReplicaThread": ("tensorflow.python.distribute.mirrored_run:_MirroredReplicaThread",),
@@ -106,6 +108,8 @@ TARGETS: tuple[str, ...] = (
     "CallbackList.on_train_batch_begin",
     "CallbackList.on_train_batch_end",
     "CallbackList.on_train_begin",
+    "DistributedDataset.__iter__",
+    "DistributedDatasetsFromFunction.__iter__",
     "Equalization._custom_histogram_fixed_width",
     "Function.__call__",
     "KerasFunction._run_through_graph",

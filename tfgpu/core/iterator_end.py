@@ -1,8 +1,9 @@
-"""Destroys tf.data iterators in a thread, so that `fit`, `evaluate` and `predict` do not block.
+"""Destroys tf.data iterators in a thread, so that `fit`, `evaluate`, `predict` and loops over replicas do not block.
 
 tf.data's autotuning thread sleeps for up to a minute at a time and often misses the call to stop. Destroying the
 iterator then blocks until the sleep is over, for at most the iterator's lifetime: some hundredths of a second per epoch
-at two epochs per second, and occasionally ten seconds with epochs of ten seconds.
+at two epochs per second, and occasionally ten seconds with epochs of ten seconds. Data that a strategy distributes has
+one iterator for each device, which TensorFlow destroys one after another.
 
 Until it is destroyed, an iterator reads ahead. So an iterator with side effects (`reaches_out`) is destroyed when
 stock Keras destroys it: a user's generator must not run after `fit` has returned, nor twice at a time.
@@ -39,11 +40,19 @@ _CONTAINED = re.compile(
 
 
 def destroy_iterators_in_background() -> None:
-    """Destroys the iterators of `fit`, `evaluate` and `predict` in a thread."""
+    """Destroys the iterators of `fit`, `evaluate`, `predict` and of a strategy's distributed data in a thread."""
 
     @wrap("TFEpochIterator.get_iterator")
     def get_iterator(stock, self):
         return Data(stock(self))
+
+    @wrap("DistributedDataset.__iter__")
+    def of_dataset(stock, self):
+        return _watched(self, stock(self))
+
+    @wrap("DistributedDatasetsFromFunction.__iter__")
+    def of_function(stock, self):
+        return _watched(self, stock(self))
 
 
 class Data:
@@ -58,10 +67,15 @@ class Data:
 
     def __iter__(self) -> Iterator:
         iterator = iter(self._data)
-        held = [] if any(map(reaches_out, _sets(self._data))) else resources(iterator)
-        if held:
-            _waiting().watch(iterator, held)
-        return iterator
+        is_watched = isinstance(iterator, tf.distribute.DistributedIterator)
+        return iterator if is_watched else _watched(self._data, iterator)
+
+
+def _watched(data: object, iterator: Iterator) -> Iterator:
+    """An iterator that is destroyed in a thread, unless its data has side effects, or a graph makes it."""
+    if tf.executing_eagerly() and not any(map(reaches_out, _sets(data))) and (held := resources(iterator)):
+        _waiting().watch(iterator, held)
+    return iterator
 
 
 def resources(iterator: object) -> list[tf.Tensor]:
@@ -192,5 +206,14 @@ def _release(held: list[tf.Tensor]) -> None:
         time.sleep(_POLL_S)
         if all(sys.getrefcount(each) <= _ALONE for each in held):
             break
-    while held:
-        held.pop(0)
+    threads = []
+    for _ in range(len(held) - 1):  # The last one is what the others read from.
+        threads.append(threading.Thread(target=held.pop, args=(0,), name=NAME))
+        try:
+            threads[-1].start()
+        except RuntimeError:
+            threads.pop()
+            held.pop(0)
+    for thread in threads:
+        thread.join()
+    held.clear()
