@@ -4,7 +4,7 @@ python -m benchmarks.incremental --seeds 5
 
 The model's head grows by two classes a task, and it is not told of which task an example is (class-incremental). From
 the same models: the accuracy where it is told (task-incremental). It writes `digits.json` and `digits.svg` in
-docs/guides/incremental.
+docs/measured/incremental.
 """
 
 import json
@@ -20,7 +20,7 @@ import typer
 from benchmarks.children import ROOT
 from benchmarks.machine import facts
 
-RESULTS = ROOT / "docs" / "guides" / "incremental" / "digits.json"
+RESULTS = ROOT / "docs" / "measured" / "incremental" / "digits.json"
 TASKS = tuple((2 * at, 2 * at + 1) for at in range(5))
 METHODS = {
     "fine-tuning": {},

@@ -5,7 +5,7 @@ JPEGs, each decoding is counted. In each repeat every source is resumed from eve
 step is compiled; the first repeat warms up and is left out.
 
 python -m benchmarks.resume --repeats 9            # JSON
-python -m benchmarks.resume --repeats 9 --table    # the table of docs/guides/checkpoints.md
+python -m benchmarks.resume --repeats 9 --table    # the table of docs/measured/checkpoints.md
 """
 
 import contextlib
