@@ -1,4 +1,5 @@
-"""What MkDocs adds: the README as the start, the root's other pages, the notebooks, a reference of all public names."""
+"""What MkDocs adds: the README as the start, the root's other pages, the notebooks, a reference of all public names and
+of a recipe's settings."""
 
 import importlib
 import inspect
@@ -16,6 +17,8 @@ from mkdocs.structure.pages import Page
 import tfgpu
 
 sys.path.insert(0, str(Path(__file__).parent))
+import recipe_settings  # noqa: E402
+
 import notebooks  # noqa: E402  the one beside this file
 
 TOP = {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")} | {"README.md": "index.md"}
@@ -71,6 +74,7 @@ def pages() -> dict[str, str]:
             own.append(f"`tfgpu.{name}`: [`{_place(value)}`][{_place(value)}]\n")
     for name in INNER:
         found[name] = _module(importlib.import_module(f"tfgpu.{name}"))
+    found["recipe-settings"] = recipe_settings.page()
     return {"tfgpu": "\n".join(["# tfgpu", "", *own]), **found}
 
 

@@ -174,7 +174,7 @@ def with_state_dtype(optimizer: keras.optimizers.Optimizer, dtype: str = "int8")
     """An optimizer like this one, whose slots (momentum, velocity, ...) take a quarter or half of the memory.
 
     Each block of 256 numbers has a scale of its own. The update computes in float32; slots are rounded after it, so the
-    result differs from that of float32, by how much depends on the training: `docs/measured/memory.md` has measurements.
+    result differs from that of float32, by how much depends on the training: `docs/measured/memory.md` has figures.
     On any replicas, sharded (`parallel.shard`) or not, it is that of one device with the same slots.
 
     Args:
