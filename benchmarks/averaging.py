@@ -50,7 +50,7 @@ def train(way: str, devices: int, seeds: int, epochs: int) -> list[dict]:
     strategy, rows = tfgpu.strategy(devices=devices, **options), []
     for seed in range(seeds):
         keras.utils.set_random_seed(seed)
-        data = tfgpu.data.pipeline("digits", global_batch=32, seed=seed, split_seed=seed, validation=0.05, test=0.3)
+        data = tfgpu.data.load("digits", global_batch=32, seed=seed, split_seed=seed, validation=0.05, test=0.3)
         with strategy.scope():
             model = tfgpu.models.mlp(data.info.input_shape, data.info.classes)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -80,7 +80,8 @@ def worker(folder: Path, stage: int, width: int, saves: int) -> None:
     import numpy as np
 
     import tfgpu
-    from tfgpu.callbacks import Checkpoint, Writer
+    from tfgpu.callbacks import Checkpoint
+    from tfgpu.checkpoint import Writer
     from tfgpu.core.state import parts
 
     strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])

@@ -129,13 +129,13 @@ def _synthetic(batch: int, side: int) -> tf.data.Dataset:
 
 
 def _jpeg(folder: Path, batch: int, side: int) -> tf.data.Dataset:
-    """Files of the model's size through `tfgpu.data.pipeline`; float32 from 0 to 1."""
+    """Files of the model's size through `tfgpu.data.load`; float32 from 0 to 1."""
     from benchmarks import input_jpeg
     from tfgpu import data
 
     if not any(folder.iterdir()):
         input_jpeg.write(folder, 32 if side < 224 else _IMAGES, side, side)
-    return data.pipeline(str(folder), global_batch=batch, cache="none", validation=0, test=0, seed=1).train.repeat()
+    return data.load(str(folder), global_batch=batch, cache="none", validation=0, test=0, seed=1).train.repeat()
 
 
 def _model(data: tf.data.Dataset, side: int, depth: int) -> keras.Model:

@@ -1,4 +1,4 @@
-"""Real JPEGs through `tfgpu.data.pipeline` against hand-written tf.data code for the same work.
+"""Real JPEGs through `tfgpu.data.load` against hand-written tf.data code for the same work.
 
 The pictures are synthesized (waves, edges and noise, so that they compress as photographs do) and encoded by
 TensorFlow. Both sides shuffle the whole epoch, read, decode, (resize,) batch and scale to [0, 1]; they take turns.
@@ -54,7 +54,7 @@ def write(folder: Path, images: int, height: int, width: int) -> int:
 
 def ours(folder: Path, batch: int, resized: bool) -> tf.data.Dataset:
     size = SIDE if resized else None
-    return tfgpu.data.pipeline(
+    return tfgpu.data.load(
         str(folder), global_batch=batch, image_size=size, cache="none", validation=0, test=0, seed=1
     ).train
 

@@ -1,4 +1,4 @@
-"""JPEGs on 1, 2 and 4 workers: `tfgpu.data.pipeline` beside PyTorch's DataLoader with DistributedSampler.
+"""JPEGs on 1, 2 and 4 workers: `tfgpu.data.load` beside PyTorch's DataLoader with DistributedSampler.
 
 Each worker is a process that reads an epoch; they run one after another, so that none takes another's cores. CPU time
 is that of the process in an epoch after a first one that does not count. What a worker decodes is counted in an epoch

@@ -1,6 +1,6 @@
 """How much memory a process takes to load a file of weights, beside what the model holds already.
 
-Each way runs in a process of its own: `tfgpu.parallel.load`, and what stock Keras and safetensors offer. The model is a
+Each way runs in a process of its own: `tfgpu.parallel.load_weights`, stock Keras and safetensors. The model is a
 stack of square Dense layers of float32, whose variables are in the memory of the host (logical CPU devices), so the
 model itself is there before. Run with MALLOC_MMAP_THRESHOLD_=65536: otherwise freed memory stays with the process, and
 counts.
@@ -58,13 +58,13 @@ def measured(path: Path, layout: str, stock: bool, width: int, depth: int) -> di
 
     tfgpu.environment.set_logical_devices(4)
     model = made(layout, width, depth)
-    small = tfgpu.parallel.load(made("one device", 8, 1), _small(path))  # what the first call imports does not count
+    small = tfgpu.parallel.load_weights(made("one device", 8, 1), _small(path))  # imports do not count
     small.layers[0].kernel.numpy()
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")  # resets the peak
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     if not stock:
-        tfgpu.parallel.load(model, path)
+        tfgpu.parallel.load_weights(model, path)
     elif path.suffix == ".keras":
         model.load_weights(path)
     else:

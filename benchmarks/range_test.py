@@ -49,7 +49,7 @@ def spread(losses) -> str:
 def main(seeds: Annotated[int, typer.Option(min=1)] = 3) -> None:
     """Prints a row for each model and optimizer."""
     logging.getLogger("tensorflow").setLevel("ERROR")
-    data = tfgpu.data.pipeline("digits", global_batch=32, validation=0.1, test=0.2)
+    data = tfgpu.data.load("digits", global_batch=32, validation=0.1, test=0.2)
     print("| model, optimizer | suggestion by seed | loss there | best of 11 rates | its rate | rank |")
     print("|---|---|---|---|---|---|")
     for model in MODELS:

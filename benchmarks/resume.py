@@ -62,7 +62,7 @@ class Pictures:
 
         own = {"train": np.arange(len(self.paths))}
         source = Examples("pictures", self.labels, (_SIDE, _SIDE, 3), ("a", "b", "c"), load=self.load, own=own)
-        return tfgpu.data.pipeline(source, global_batch=_BATCH, seed=1, cache="none").train
+        return tfgpu.data.load(source, global_batch=_BATCH, seed=1, cache="none").train
 
     def plain(self) -> Any:
         """Reads them as a user's script does."""

@@ -90,7 +90,7 @@ SCRIPT = """
 import tfgpu
 
 reveal_type(tfgpu.strategy)
-reveal_type(tfgpu.data.pipeline("digits", global_batch=32).info.classes)
+reveal_type(tfgpu.data.load("digits", global_batch=32).info.classes)
 reveal_type(tfgpu.__version__)
 tfgpu.callbacks.Checkpoint("run", keep="three")
 tfgpu.data.pipelin("digits")

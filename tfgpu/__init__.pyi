@@ -1,6 +1,7 @@
 # The public names, each with the module that holds it: type checkers read this file, and so does `__init__.py`.
 from tfgpu import asynchronous as asynchronous
 from tfgpu import callbacks as callbacks
+from tfgpu import checkpoint as checkpoint
 from tfgpu import cluster as cluster
 from tfgpu import data as data
 from tfgpu import doctor as doctor

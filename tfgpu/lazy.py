@@ -18,7 +18,7 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Call
     Args:
         package: its name.
         file: its `__file__`; the stub is `__init__.pyi` beside it, of lines such as
-            `from tfgpu.data.batches import pipeline as pipeline`.
+            `from tfgpu.data.batches import load as load`.
 
     Example:
         >>> import tfgpu.data

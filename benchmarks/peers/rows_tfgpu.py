@@ -16,7 +16,7 @@ from tfgpu.data.sources import open_source
 
 def dataset(examples, side: str, worker: int, workers: int, batch: int) -> tf.data.Dataset:
     """A worker's rows, or whole batches."""
-    train = tfgpu.data.pipeline(examples, global_batch=batch, validation=0, test=0, seed=1).train
+    train = tfgpu.data.load(examples, global_batch=batch, validation=0, test=0, seed=1).train
     if side == "whole":
         return train
     return worker_rows.of(train).make(worker_rows.Ranges((worker,), workers))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.callbacks import Checkpoint, EventsFile, MetricsFile, Writer
+from tfgpu.callbacks import Checkpoint, EventsFile, MetricsFile
+from tfgpu.checkpoint import Writer
 from tfgpu.checkpoint.storage import found
 from tfgpu.errors import InputError, MachineError
 

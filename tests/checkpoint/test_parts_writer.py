@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tfgpu.callbacks import Writer
+from tfgpu.checkpoint import Writer
 from tfgpu.checkpoint.parts_writer import Agreement
 
 

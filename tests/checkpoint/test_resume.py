@@ -11,7 +11,8 @@ import tensorflow as tf
 from keras import layers as L
 
 import tfgpu
-from tfgpu.callbacks import Checkpoint, Writer
+from tfgpu.callbacks import Checkpoint
+from tfgpu.checkpoint import Writer
 from tfgpu.checkpoint.storage import STATE, found
 from tfgpu.errors import Preempted
 
@@ -52,7 +53,7 @@ FEEDS = {
     "one stream": lambda: {"x": rows().shuffle(26, seed=5).batch(4).repeat(), "steps_per_epoch": 5},
     "pydataset": lambda: {"x": Reads()},
     "pipeline": lambda: {
-        "x": tfgpu.data.pipeline((X, Y[:, 0].astype("int64")), global_batch=4, validation=0, test=0).train
+        "x": tfgpu.data.load((X, Y[:, 0].astype("int64")), global_batch=4, validation=0, test=0).train
     },
 }
 

@@ -200,7 +200,7 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 import numpy as np
-from tfgpu.callbacks import Writer
+from tfgpu.checkpoint import Writer
 from tfgpu.checkpoint import storage
 from tfgpu.core.state import parts
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

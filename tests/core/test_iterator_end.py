@@ -194,7 +194,7 @@ CONTAINED = {
     "pure Python": lambda: tf.data.Dataset.range(3).map(
         lambda n: tf.numpy_function(_identity, [n], tf.int64, stateful=False)
     ),
-    "digits": lambda: tfgpu.data.pipeline("digits", global_batch=64, augment="auto").train,
+    "digits": lambda: tfgpu.data.load("digits", global_batch=64, augment="auto").train,
 }
 
 

@@ -4,14 +4,14 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfgpu.data import balance, pipeline
+from tfgpu.data import balance, load
 from tfgpu.errors import InputError
 
 FEW = np.arange(10, dtype=np.float32)[:, None], np.array([0] * 7 + [1] * 2 + [2])
 
 
 def made(choice, **options):
-    return pipeline(FEW, **{"global_batch": 4, "validation": 0, "test": 0, "balance": choice, **options})
+    return load(FEW, **{"global_batch": 4, "validation": 0, "test": 0, "balance": choice, **options})
 
 
 def read(data):
@@ -78,7 +78,7 @@ def test_weights_by_hand():
 
 
 def test_only_training_is_balanced():
-    data = pipeline("digits", global_batch=64, balance="weights", validation=0.1)
+    data = load("digits", global_batch=64, balance="weights", validation=0.1)
     assert len(data.validation.element_spec) == 2 and len(data.train.element_spec) == 3
 
 
@@ -92,9 +92,9 @@ def test_only_training_is_balanced():
 )
 def test_an_impossible_choice_names_the_fix(options, message):
     with pytest.raises(InputError, match=message):
-        pipeline(FEW, **{"global_batch": 2, "validation": 0, "test": 0, **options})
+        load(FEW, **{"global_batch": 2, "validation": 0, "test": 0, **options})
 
 
 def test_sequences_of_labels_have_no_class_to_balance():
     with pytest.raises(InputError, match="one class per example"):
-        pipeline((np.zeros([6, 4]), np.ones([6, 4], int)), global_batch=2, validation=0, test=0, balance="weights")
+        load((np.zeros([6, 4]), np.ones([6, 4], int)), global_batch=2, validation=0, test=0, balance="weights")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfgpu.cluster import Cluster
-from tfgpu.data import pipeline, position
+from tfgpu.data import load, position
 from tfgpu.errors import InputError
 
 PARTS = {"validation": 0.1, "test": 0.2}
@@ -36,7 +36,7 @@ def same(one, two):
 
 
 def test_digits_by_hand_counted_numbers():
-    data = pipeline("digits", global_batch=100, **PARTS)
+    data = load("digits", global_batch=100, **PARTS)
     info = data.info
     assert (info.name, info.input_shape, info.classes) == ("digits", (8, 8, 1), 10)
     assert info.class_names == tuple("0123456789")
@@ -60,7 +60,7 @@ def test_digits_by_hand_counted_numbers():
     epoch=st.integers(0, 10**6),
 )
 def test_each_example_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, seed, epoch):
-    data = pipeline(numbered(count), global_batch=min(batch, count), seed=seed, validation=0, test=0)
+    data = load(numbered(count), global_batch=min(batch, count), seed=seed, validation=0, test=0)
     data.seek(epoch)
     one, two = numbers(data.train), numbers(data.train)
     assert sorted(sum(one, [])) == sorted(sum(two, [])) == list(range(count))
@@ -73,7 +73,7 @@ def test_each_example_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, 
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
 def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
     source = _folder(tmp_path, 14)
-    make = lambda: pipeline(source, global_batch=6, augment=STAGES, seed=7, memory_bytes=memory_bytes, **PARTS)  # noqa: E731
+    make = lambda: load(source, global_batch=6, augment=STAGES, seed=7, memory_bytes=memory_bytes, **PARTS)  # noqa: E731
     data = make()
     straight = [batches(data.train) for _ in range(3)]
     assert not same(straight[0], straight[1])
@@ -87,22 +87,22 @@ def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
 @pytest.mark.slow
 def test_examples_in_memory_and_on_disk_are_the_same(tmp_path):
     source = _folder(tmp_path, 20)
-    memory, disk = (pipeline(source, global_batch=6, augment=STAGES, memory_bytes=m, **PARTS) for m in (1 << 30, 0))
+    memory, disk = (load(source, global_batch=6, augment=STAGES, memory_bytes=m, **PARTS) for m in (1 << 30, 0))
     assert memory.info == disk.info and (memory.info.cache, disk.info.cache) == ("memory", "none")
     for part in ("train", "validation", "test"):
         assert same(batches(getattr(memory, part)), batches(getattr(disk, part)))
 
 
 def test_another_seed_is_another_order_and_no_shuffle_is_the_source_s():
-    order = [numbers(pipeline(numbered(30), global_batch=10, seed=s, validation=0, test=0).train) for s in (0, 1)]
+    order = [numbers(load(numbered(30), global_batch=10, seed=s, validation=0, test=0).train) for s in (0, 1)]
     assert order[0] != order[1]
-    plain = pipeline(numbered(30), global_batch=10, shuffle=False, validation=0, test=0)
+    plain = load(numbered(30), global_batch=10, shuffle=False, validation=0, test=0)
     assert sum(numbers(plain.train), []) == list(range(30))
 
 
 def test_the_seed_leaves_the_split_alone_and_the_split_seed_the_size():
     first, second, third = (
-        pipeline("digits", global_batch=64, seed=a, split_seed=b, **PARTS) for a, b in ((0, 0), (1, 0), (0, 1))
+        load("digits", global_batch=64, seed=a, split_seed=b, **PARTS) for a, b in ((0, 0), (1, 0), (0, 1))
     )
     assert same(batches(first.test), batches(second.test))
     assert not same(batches(first.test), batches(third.test))
@@ -110,7 +110,7 @@ def test_the_seed_leaves_the_split_alone_and_the_split_seed_the_size():
 
 
 def test_peek_leaves_the_epoch_where_it_is():
-    data = pipeline(numbered(30), global_batch=10, seed=3, **PARTS)
+    data = load(numbered(30), global_batch=10, seed=3, **PARTS)
     straight = [numbers(data.train) for _ in range(2)]
     data.seek(0)
     assert data.peek()[0].numpy()[:, 0].tolist() == straight[0][0]
@@ -119,7 +119,7 @@ def test_peek_leaves_the_epoch_where_it_is():
 
 @pytest.mark.slow
 def test_only_training_is_augmented():
-    plain, changed = (pipeline("digits", global_batch=64, augment=a, **PARTS) for a in ((), "auto"))
+    plain, changed = (load("digits", global_batch=64, augment=a, **PARTS) for a in ((), "auto"))
     assert [name for name, _ in changed.info.augment] == ["shift", "rotate", "zoom"]
     assert same(batches(plain.validation), batches(changed.validation))
     assert same(batches(plain.test), batches(changed.test))
@@ -129,7 +129,7 @@ def test_only_training_is_augmented():
 
 @pytest.mark.slow
 def test_augmentation_does_not_depend_on_the_batch():
-    one, two = (pipeline("digits", global_batch=b, augment="auto", seed=5, **PARTS) for b in (64, 100))
+    one, two = (load("digits", global_batch=b, augment="auto", seed=5, **PARTS) for b in (64, 100))
     x, u = (np.concatenate([x for x, _ in batches(d.train)]) for d in (one, two))
     np.testing.assert_allclose(x, u, atol=1e-6)  # the same numbers; vector instructions round the last bit
 
@@ -138,7 +138,7 @@ def test_the_source_s_own_parts_are_used(caplog):
     x, y = numbered(40)
     parts = {"train": (x[:30], y[:30]), "test": (x[25:], y[25:])}
     with caplog.at_level(logging.INFO):
-        data = pipeline(parts, global_batch=5, validation=0.2, test=0.2)
+        data = load(parts, global_batch=5, validation=0.2, test=0.2)
     assert sum(numbers(data.test), []) == list(range(25, 40))
     assert sorted(sum(numbers(data.train) + numbers(data.validation), [])) == list(range(30))
     assert data.info.validation_examples == 6
@@ -148,7 +148,7 @@ def test_the_source_s_own_parts_are_used(caplog):
 
 
 def test_empty_parts_are_none():
-    data = pipeline(numbered(10), global_batch=5, validation=0, test=0)
+    data = load(numbered(10), global_batch=5, validation=0, test=0)
     assert data.validation is None and data.test is None
     assert data.info.train_examples == 10
 
@@ -171,14 +171,14 @@ def test_empty_parts_are_none():
 )
 def test_an_invalid_setting_names_the_fix(options, message):
     with pytest.raises(InputError, match=message) as caught:
-        pipeline(numbered(20), **options)
+        load(numbered(20), **options)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "one"])
 def test_a_wrong_epoch_is_refused(epoch):
     with pytest.raises(InputError, match="whole number from 0"):
-        pipeline(numbered(20), global_batch=2, **PARTS).seek(epoch)
+        load(numbered(20), global_batch=2, **PARTS).seek(epoch)
 
 
 @pytest.mark.sample(1)
@@ -187,7 +187,7 @@ def test_four_replicas_get_the_one_device_batch_in_order(tmp_path, count, memory
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     source = _folder(tmp_path, count)
     with strategy.scope():
-        data = pipeline(source, global_batch=4, augment=STAGES, validation=0, test=0, seed=2, memory_bytes=memory_bytes)
+        data = load(source, global_batch=4, augment=STAGES, validation=0, test=0, seed=2, memory_bytes=memory_bytes)
     expected = batches(data.train)
     data.seek(0)
     distributed = strategy.experimental_distribute_dataset(data.train)
@@ -199,7 +199,7 @@ def test_four_replicas_get_the_one_device_batch_in_order(tmp_path, count, memory
 
 
 def test_keras_fits_on_it_and_counts_its_steps():
-    data = pipeline("digits", global_batch=256, **PARTS)
+    data = load("digits", global_batch=256, **PARTS)
     model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     history = model.fit(data.train, validation_data=data.validation, epochs=2, verbose=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import cache, pipeline
+from tfgpu.data import cache, load
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError, MachineError
@@ -29,7 +29,7 @@ def photos(tmp_path):
 
 
 def read(source, **settings):
-    data = pipeline(source, global_batch=4, seed=3, augment=["flip"], test=0.2, **settings)
+    data = load(source, global_batch=4, seed=3, augment=["flip"], test=0.2, **settings)
     return data.info.cache, [(x.numpy(), y.numpy()) for part in (data.train, data.test) for x, y in part]
 
 
@@ -156,7 +156,7 @@ def test_two_processes_write_one_cache_once(photos, tmp_path, monkeypatch):
 def test_too_little_space_is_reported_before_anything_is_written(photos, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(MachineError, match="no room .* Use another"):
-        pipeline(photos, global_batch=2, cache="disk", cache_directory=tmp_path / "c")
+        load(photos, global_batch=2, cache="disk", cache_directory=tmp_path / "c")
     examples = open_source(str(photos), Reading(memory_bytes=9, cache_directory=tmp_path / "c"))
     assert examples.cache == "none" and "no room" in caplog.text
     assert not list((tmp_path / "c").glob("*.examples"))
@@ -174,13 +174,13 @@ def test_too_little_space_is_reported_before_anything_is_written(photos, tmp_pat
 )
 def test_an_impossible_cache_says_why(photos, settings, message):
     with pytest.raises(InputError, match=message):
-        pipeline(photos, global_batch=2, **settings)
+        load(photos, global_batch=2, **settings)
 
 
 @pytest.mark.parametrize("choice", [{"cache": "none"}, {"cache_directory": "c"}])
 def test_arrays_are_in_memory_already(choice):
     with pytest.raises(InputError, match="already in memory"):
-        pipeline("digits", global_batch=2, **choice)
+        load("digits", global_batch=2, **choice)
 
 
 def test_memory_that_is_enough_is_used_whatever_the_size_of_the_files(photos):
@@ -190,7 +190,7 @@ def test_memory_that_is_enough_is_used_whatever_the_size_of_the_files(photos):
 
 def test_a_cached_dataset_is_sharded_over_replicas(photos, tmp_path):
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-    data = pipeline(Path(photos), global_batch=4, cache="disk", cache_directory=tmp_path, validation=0, test=0)
+    data = load(Path(photos), global_batch=4, cache="disk", cache_directory=tmp_path, validation=0, test=0)
     expected = [x.numpy() for x, _ in data.train]
     data.seek(0)
     got = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import pipeline
+from tfgpu.data import load
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -127,7 +127,7 @@ def test_real_datasets(tmp_path):
         examples = open_source(source)
         assert examples.array[:, 0, 0, 0].tolist() == list(range(20)) and examples.class_names == ("cat", "dog")
     vectors = datasets.Dataset.from_dict({"x": [[i, i / 2] for i in range(20)], "label": [i % 2 for i in range(20)]})
-    memory, disk = (pipeline(vectors, global_batch=4, memory_bytes=m) for m in (1 << 30, 10))
+    memory, disk = (load(vectors, global_batch=4, memory_bytes=m) for m in (1 << 30, 10))
     for (x, y), (u, v) in zip(memory.train, disk.train, strict=True):
         np.testing.assert_array_equal(x, u)
         np.testing.assert_array_equal(y, v)

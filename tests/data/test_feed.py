@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # noqa: F401  (read by skipif)
 
 from tfgpu.cluster import Cluster
-from tfgpu.data import feed, pipeline, position
+from tfgpu.data import feed, load, position
 from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.errors import InputError
 
@@ -24,7 +24,7 @@ def slow(examples_count):
     """Examples that are loaded one by one, the even ones late."""
     from tfgpu.data.examples import Examples
 
-    def load(place):
+    def read(place):
         def wait(n):
             import time
 
@@ -34,7 +34,7 @@ def slow(examples_count):
         return tf.ensure_shape(tf.numpy_function(wait, [place], tf.float32), [1])
 
     labels = np.arange(examples_count) % 2
-    return Examples("slow", labels, (1,), ("a", "b"), load=load)
+    return Examples("slow", labels, (1,), ("a", "b"), load=read)
 
 
 def feed_of(examples, settings):
@@ -64,7 +64,7 @@ def test_examples_that_are_ready_overtake_others_only_when_that_is_allowed():
     ],
 )
 def test_no_setting_changes_the_batches(settings):
-    data = pipeline(numbered(30), global_batch=7, seed=5, validation=0, test=0, **settings)
+    data = load(numbered(30), global_batch=7, seed=5, validation=0, test=0, **settings)
     for epoch in range(2):
         indices = tf.range(30, dtype=tf.int64)
         expected = position.order(indices, seed=5, epoch=tf.constant(epoch, tf.int64))
@@ -72,14 +72,14 @@ def test_no_setting_changes_the_batches(settings):
 
 
 def test_batches_are_copied_to_the_device():
-    data = pipeline(numbered(30), global_batch=7, test=0.2, prefetch_to_device="CPU:1", prefetch=1)
+    data = load(numbered(30), global_batch=7, test=0.2, prefetch_to_device="CPU:1", prefetch=1)
     for part in (data.train, data.test):
         assert all(t.device.endswith("CPU:1") for t in next(iter(part)))
 
 
 def test_the_settings_reach_tf_data():
     settings = {"threads": 3, "deterministic": False, "validation": 0, "test": 0}
-    options = pipeline(numbered(30), global_batch=7, **settings).train.options()
+    options = load(numbered(30), global_batch=7, **settings).train.options()
     assert options.threading.private_threadpool_size == 3 and options.deterministic is False
 
 
@@ -96,12 +96,12 @@ def test_the_settings_reach_tf_data():
 )
 def test_an_invalid_setting_names_the_fix(settings, message):
     with pytest.raises(InputError, match=message):
-        pipeline(numbered(30), global_batch=7, **settings)
+        load(numbered(30), global_batch=7, **settings)
 
 
 def test_a_strategy_copies_by_itself():
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), pytest.raises(InputError, match="its own devices"):
-        pipeline(numbered(30), global_batch=7, prefetch_to_device="auto")
+        load(numbered(30), global_batch=7, prefetch_to_device="auto")
 
 
 REPEATABLE = """
@@ -121,9 +121,9 @@ def wait(n):
     with lock:
         running -= 1
     return np.float32([n])
-def load(place):
+def read(place):
     return tf.ensure_shape(tf.numpy_function(wait, [place], tf.float32, stateful=False), [1])
-examples = Examples("slow", np.arange(16) % 2, (1,), ("a", "b"), load=load)
+examples = Examples("slow", np.arange(16) % 2, (1,), ("a", "b"), load=read)
 counter = position.Counter()
 order = lambda epoch: position.order(tf.range(16, dtype=tf.int64), seed=1, epoch=epoch)
 spec = EpochSpec(examples, order, 16, 2, lambda e, p, x, y: x)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import feed, pipeline
+from tfgpu.data import feed, load
 from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
@@ -52,11 +52,11 @@ def test_images_of_other_kinds_are_named_or_counted(photos):
         open_source(str(photos))
     examples = open_source(str(photos), Reading(skip_corrupt=True))
     assert len(examples.labels) == 12 and len(examples.skipped) == 4
-    assert pipeline(str(photos), global_batch=2, skip_corrupt=True).info.skipped == 4
+    assert load(str(photos), global_batch=2, skip_corrupt=True).info.skipped == 4
 
 
 def test_pixels_become_fractions(photos):
-    data = pipeline(str(photos), global_batch=12, validation=0, test=0, shuffle=False)
+    data = load(str(photos), global_batch=12, validation=0, test=0, shuffle=False)
     x, y = next(iter(data.train))
     assert x.dtype == tf.float32
     np.testing.assert_allclose(x[:, 0, 0, 0], np.array([*range(6), *range(100, 106)]) / 255, rtol=1e-6)
@@ -67,7 +67,7 @@ def test_a_folder_with_parts_keeps_them(tmp_path):
         for name in "ab":
             for i in range(count):
                 put(tmp_path / part / name / f"{i}.png", image(i))
-    info = pipeline(str(tmp_path), global_batch=2).info
+    info = load(str(tmp_path), global_batch=2).info
     assert (info.train_examples, info.validation_examples, info.test_examples) == (8, 4, 2)
 
 
@@ -96,8 +96,8 @@ def test_a_corrupt_image_is_named_or_left_out(photos, damage, caplog):
     bad = photos / "cat" / "3.png"
     bad.write_bytes(damage(bad.read_bytes()))
     with pytest.raises(InputError, match=f"{bad}.*--skip-corrupt"):
-        pipeline(str(photos), global_batch=2)
-    data = pipeline(str(photos), global_batch=2, skip_corrupt=True)
+        load(str(photos), global_batch=2)
+    data = load(str(photos), global_batch=2, skip_corrupt=True)
     assert data.info.skipped == 1
     assert data.info.train_examples + data.info.validation_examples + data.info.test_examples == 11
     assert str(bad) in caplog.text
@@ -130,7 +130,7 @@ def test_all_corrupt_is_an_error_even_when_skipping(photos):
     for path in photos.rglob("*.png"):
         path.write_bytes(b"")
     with pytest.raises(InputError, match="none of its 12 examples"):
-        pipeline(str(photos), global_batch=2, skip_corrupt=True)
+        load(str(photos), global_batch=2, skip_corrupt=True)
 
 
 def test_folders_without_a_dataset_are_named(tmp_path):

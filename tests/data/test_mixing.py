@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import pipeline
+from tfgpu.data import load
 from tfgpu.data.augmentation import mixing
 from tfgpu.data.position import Numbers
 
@@ -77,7 +77,7 @@ def test_the_kept_share_follows_the_beta_distribution(alpha):
 
 @pytest.mark.slow
 def test_mixed_batches_repeat_and_their_labels_fit_the_loss():
-    data = pipeline("digits", global_batch=256, augment=["mixup", "cutmix"], seed=3, balance="weights", **PARTS)
+    data = load("digits", global_batch=256, augment=["mixup", "cutmix"], seed=3, balance="weights", **PARTS)
     assert data.info.labels == "one_hot"
     (x, y, w), (again, _, _) = (data.peek() for _ in range(2))
     assert np.array_equal(x, again)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import mixture, pipeline, write_shards
+from tfgpu.data import load, mixture, write_shards
 from tfgpu.errors import InputError
 
 
@@ -20,7 +20,7 @@ def numbers_of(data):
 
 def mixed(pairs, **settings):
     given = {"global_batch": 8, "seed": 3, "validation": 0, "test": 0, **settings}
-    return pipeline(mixture(pairs, epoch_examples=given.pop("epoch_examples", None)), **given)
+    return load(mixture(pairs, epoch_examples=given.pop("epoch_examples", None)), **given)
 
 
 def test_every_epoch_has_the_shares_and_reads_each_example_equally_often():

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.data import pipeline
+from tfgpu.data import load
 from tfgpu.data.structure.mapped import Mapped
 from tfgpu.errors import InputError
 
@@ -43,8 +43,8 @@ def same(left, right) -> bool:
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 100], ids=["memory", "by-place"])
 def test_named_arrays_are_those_in_memory_to_the_bit(tmp_path, memory_bytes):
     np.savez(tmp_path / "a.npz", **FLAT)
-    given = pipeline(NESTED, **SETTINGS)
-    found = pipeline(f"{tmp_path}/a.npz", memory_bytes=memory_bytes, **SETTINGS)
+    given = load(NESTED, **SETTINGS)
+    found = load(f"{tmp_path}/a.npz", memory_bytes=memory_bytes, **SETTINGS)
     assert found.info.targets == given.info.targets and found.info.targets["kind"].class_names[1] == "hut"
     assert found.info.input_shape == {"picture": (6, 6, 3), "ids": (2,)}
     assert found.info.cache == ("none" if memory_bytes == 100 else "memory")
@@ -54,8 +54,8 @@ def test_named_arrays_are_those_in_memory_to_the_bit(tmp_path, memory_bytes):
 
 def test_each_worker_reads_its_own_rows_alone(tmp_path, monkeypatch):
     np.savez(tmp_path / "a.npz", **FLAT)
-    whole = pipeline(NESTED, global_batch=8, seed=3)
-    data = pipeline(f"{tmp_path}/a.npz", global_batch=8, seed=3, memory_bytes=100)
+    whole = load(NESTED, global_batch=8, seed=3)
+    data = load(f"{tmp_path}/a.npz", global_batch=8, seed=3, memory_bytes=100)
     expected = batches(whole.train)
     read, rows = [], Mapped.rows
 
@@ -84,12 +84,12 @@ def test_parts_are_named_in_the_file_or_by_files(tmp_path):
     np.savez(tmp_path / "set" / "train-0.npz", x=x[:5], y=y[:5])
     np.savez_compressed(tmp_path / "set" / "train-1.npz", x=x[5:], y=y[5:])
     np.savez(tmp_path / "set" / "test.npz", x=x[:6], y=y[:6])
-    one, several = (pipeline(f"{tmp_path}/{name}", global_batch=3, seed=1) for name in ("one.npz", "set"))
+    one, several = (load(f"{tmp_path}/{name}", global_batch=3, seed=1) for name in ("one.npz", "set"))
     assert (one.info.train_examples, one.info.test_examples, one.info.labels) == (9, 6, "class")
     assert same(one.train, several.train) and same(one.test, several.test)
     one.seek(0)
-    assert same(one.train, pipeline({"train": (x, y), "test": (x[:6], y[:6])}, global_batch=3, seed=1).train)
-    by_place = pipeline(f"{tmp_path}/one.npz", global_batch=3, seed=1, memory_bytes=10)
+    assert same(one.train, load({"train": (x, y), "test": (x[:6], y[:6])}, global_batch=3, seed=1).train)
+    by_place = load(f"{tmp_path}/one.npz", global_batch=3, seed=1, memory_bytes=10)
     one.seek(0)
     assert same(one.train, by_place.train) and by_place.info.class_names == one.info.class_names
 
@@ -109,13 +109,13 @@ def test_parts_are_named_in_the_file_or_by_files(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, arrays, memory_bytes, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InputError, match=message):
-        pipeline(f"{tmp_path}/a.npz", global_batch=8, memory_bytes=memory_bytes)
+        load(f"{tmp_path}/a.npz", global_batch=8, memory_bytes=memory_bytes)
 
 
 def test_damaged_and_compressed_files_are_named(tmp_path):
     (tmp_path / "a.npz").write_bytes(b"PK nothing")
     with pytest.raises(InputError, match="Cannot read .*a.npz as npz"):
-        pipeline(f"{tmp_path}/a.npz", global_batch=8)
+        load(f"{tmp_path}/a.npz", global_batch=8)
     np.savez_compressed(tmp_path / "b.npz", x=FLAT["x/picture"], y=np.arange(COUNT) % 2)
     with pytest.raises(InputError, match="compressed and does not fit.*numpy.savez"):
-        pipeline(f"{tmp_path}/b.npz", global_batch=8, memory_bytes=1000)
+        load(f"{tmp_path}/b.npz", global_batch=8, memory_bytes=1000)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import batch_sharding, worker_rows
-from tfgpu.data import Feed, bucket, collated, mixture, pack, pipeline, tokenized, write_shards
+from tfgpu.data import Feed, bucket, collated, load, mixture, pack, tokenized, write_shards
 from tfgpu.data.augmentation import augment
 from tfgpu.data.augmentation.stages import STAGES, parse_stages
 from tfgpu.data.decoding import Reading
@@ -108,7 +108,7 @@ def test_only_stages_that_mix_need_other_rows():
     ],
 )
 def test_examples_in_memory(options):
-    data = pipeline(images(60), global_batch=8, seed=2, validation=0.2, test=0.2, **options)
+    data = load(images(60), global_batch=8, seed=2, validation=0.2, test=0.2, **options)
     whole = check(data.train, [(2, 1), (1, 3)], seek=lambda: data.seek(3))
     assert len(whole) > 3
     data.seek(4)
@@ -128,19 +128,19 @@ def test_examples_in_memory(options):
 )
 def test_images_that_are_decoded_on_demand(photos, stages, batch, topologies):
     options = {"global_batch": batch, "augment": stages, "seed": 4, "validation": 0, "test": 0, "cache": "none"}
-    data = pipeline(str(photos), balance="weights", **options)
+    data = load(str(photos), balance="weights", **options)
     check(data.train, topologies, seek=lambda: data.seek(2))
 
 
 @pytest.mark.slow
 def test_turns_of_many_rows():
     """Sines of a worker's rows alone would have another last bit in two of these pictures."""
-    data = pipeline("digits", global_batch=100, augment=["rotate"], seed=5)
+    data = load("digits", global_batch=100, augment=["rotate"], seed=5)
     check(data.train, [(2, 1)], seek=lambda: data.seek(0))
 
 
 def test_mixtures():
-    data = pipeline(mixture([(images(30), 3), (images(12), 1)]), global_batch=16, seed=1, validation=0, test=0)
+    data = load(mixture([(images(30), 3), (images(12), 1)]), global_batch=16, seed=1, validation=0, test=0)
     check(data.train, [(2, 1)], seek=lambda: data.seek(2))
 
 
@@ -149,7 +149,7 @@ def test_files_of_records_and_caches(tmp_path):
     write_shards(images(40), tmp_path / "shards", shards=3)
     options = {"global_batch": 16, "augment": ["mixup"], "seed": 1, "validation": 0.3, "test": 0}
     for more in ({"memory_bytes": 0}, {"cache": "disk", "cache_directory": str(tmp_path / "kept")}):
-        data = pipeline(str(tmp_path / "shards"), **options, **more)
+        data = load(str(tmp_path / "shards"), **options, **more)
         assert data.info.cache == ("none" if "memory_bytes" in more else "disk")
         check(data.train, [(2, 1)], seek=lambda d=data: d.seek(0))
         check(data.validation, [(2, 1)])
@@ -158,7 +158,7 @@ def test_files_of_records_and_caches(tmp_path):
 @pytest.mark.slow
 def test_texts(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be, " * 40)
-    corpus = pipeline(f"corpus:{tmp_path}/a.txt", global_batch=7, length=16, validation=0, test=0)
+    corpus = load(f"corpus:{tmp_path}/a.txt", global_batch=7, length=16, validation=0, test=0)
     check(corpus.train, [(2, 2)], seek=lambda: corpus.seek(1))
     random = np.random.default_rng(0)
     sequences = [list(range(1, 1 + length)) for length in random.integers(2, 30, 50)]
@@ -173,7 +173,7 @@ def test_texts(tmp_path):
 
 
 def counted(count, loads):
-    def load(index):
+    def read(index):
         def one(i):
             loads[int(i)] += 1
             return np.full([6, 6, 3], i, np.uint8)
@@ -185,7 +185,7 @@ def counted(count, loads):
         return tf.numpy_function(lambda each: loads.update(1000 + n for n in each.tolist()) or 0, [indices], tf.int64)
 
     own = {"train": np.arange(count)}
-    return Examples("counted", np.arange(count) % 3, (6, 6, 3), ("a", "b", "c"), load=load, ahead=ahead, own=own)
+    return Examples("counted", np.arange(count) % 3, (6, 6, 3), ("a", "b", "c"), load=read, ahead=ahead, own=own)
 
 
 @pytest.mark.parametrize("stages, most", [(["flip"], 1.0), pytest.param(["mixup"], 1.9, marks=pytest.mark.slow)])
@@ -194,7 +194,7 @@ def test_a_worker_reads_its_share(stages, most):
     every = collections.Counter()
     for worker in range(3):
         loads = collections.Counter()
-        data = pipeline(counted(96, loads), global_batch=24, augment=stages, validation=0, test=0)
+        data = load(counted(96, loads), global_batch=24, augment=stages, validation=0, test=0)
         list(worker_rows.of(data.train).make(ranges_of(worker, 3, 1)))
         begun = {number - 1000 for number in loads if number >= 1000}
         loads = collections.Counter({number: times for number, times in loads.items() if number < 1000})
@@ -210,7 +210,7 @@ def test_a_corrupt_example_is_named_by_the_worker_that_reads_it(photos, stages):
     bad = sorted(photos.rglob("*.png"))[11]
     bad.write_bytes(b"text")
     options = {"global_batch": 8, "augment": stages, "validation": 0, "test": 0, "shuffle": False}
-    data = pipeline(dataclasses.replace(examples, copies=np.arange(29)), **options)  # example 11: row 3 of batch 1
+    data = load(dataclasses.replace(examples, copies=np.arange(29)), **options)  # example 11: row 3 of batch 1
     for worker in range(2):
         made = iter(worker_rows.of(data.train).make(ranges_of(worker, 2, 1)))
         next(made)
@@ -231,6 +231,6 @@ def test_what_cannot_be_made_by_rows_is_not_registered(monkeypatch, caplog):
     assert worker_rows.of(collated(pairs, stack, global_batch=4).train) is None
     assert "Every worker collates whole batches" in caplog.text
     monkeypatch.delenv("TF_CONFIG")
-    overtaking = pipeline(images(20), global_batch=8, deterministic=False)
+    overtaking = load(images(20), global_batch=8, deterministic=False)
     assert worker_rows.of(overtaking.train) is None
     assert worker_rows.of(pack([[1, 2], [3]], length=4, global_batch=1, feed=Feed(deterministic=False)).train) is None

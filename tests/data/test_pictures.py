@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.data import pipeline
+from tfgpu.data import load
 from tfgpu.data.structure import pictures
 from tfgpu.errors import InputError
 
@@ -80,8 +80,8 @@ def test_batches_are_those_of_the_arrays_to_the_bit(tmp_path, name, memory):
     write(tmp_path)
     if name == "named":
         arrays = (*arrays[:2], np.arange(1, COUNT + 1))
-    given = pipeline(arrays, **SETTINGS)
-    found = pipeline(source.format(tmp_path), memory_bytes=(1 << 30) if memory == "memory" else 100, **SETTINGS)
+    given = load(arrays, **SETTINGS)
+    found = load(source.format(tmp_path), memory_bytes=(1 << 30) if memory == "memory" else 100, **SETTINGS)
     assert found.info.cache == ("memory" if memory == "memory" else "none")
     assert (found.info.input_shape, found.info.labels) == (given.info.input_shape, given.info.labels)
     for part in ("train", "validation"):
@@ -105,7 +105,7 @@ def test_a_worker_loads_its_own_rows_alone(tmp_path, monkeypatch, name):
             return decode(tf.identity(encoded), size)
 
     monkeypatch.setattr(pictures, "decode_image", counted)
-    data = pipeline(source.format(tmp_path), **{**SETTINGS, "global_batch": 4, "validation": 0}, memory_bytes=100)
+    data = load(source.format(tmp_path), **{**SETTINGS, "global_batch": 4, "validation": 0}, memory_bytes=100)
     expected = batches(data.train)
     for shard in (0, 1):
         ranges = worker_rows.Ranges((shard,), 2)
@@ -121,7 +121,7 @@ def test_a_worker_loads_its_own_rows_alone(tmp_path, monkeypatch, name):
 @pytest.mark.slow
 def test_pictures_of_another_size_take_their_boxes_and_masks_along(tmp_path):
     coco(tmp_path / "a")
-    data = pipeline(f"coco:{tmp_path}/a/boxes.json", global_batch=COUNT, shuffle=False, image_size=(5, 20))
+    data = load(f"coco:{tmp_path}/a/boxes.json", global_batch=COUNT, shuffle=False, image_size=(5, 20))
     x, y = next(iter(data.train))
     assert x.shape == (COUNT, 5, 20, 3)
     np.testing.assert_allclose(y["bounding_boxes"]["boxes"], boxes()[0]["boxes"] * [2, 0.5, 2, 0.5])
@@ -129,7 +129,7 @@ def test_pictures_of_another_size_take_their_boxes_and_masks_along(tmp_path):
     masks(tmp_path / "b")
     for memory_bytes in (1 << 30, 100):
         settings = {"image_size": 5, "memory_bytes": memory_bytes}
-        x, y = next(iter(pipeline(f"masks:{tmp_path}/b", global_batch=COUNT, shuffle=False, **settings).train))
+        x, y = next(iter(load(f"masks:{tmp_path}/b", global_batch=COUNT, shuffle=False, **settings).train))
         expected = tf.image.resize(MASKS[..., None], (5, 5), method="nearest")[..., 0]
         np.testing.assert_array_equal(y["segmentation_masks"], expected)
         assert x.shape == (COUNT, 5, 5, 3)
@@ -141,7 +141,7 @@ def test_a_cache_on_disk_and_gray_pictures_keep_their_masks(tmp_path):
     (tmp_path / "cache").mkdir()
     kept = {"cache": "disk", "cache_directory": tmp_path / "cache"}
     for settings in ({}, kept, kept, {"memory_bytes": 10}):
-        data = pipeline(f"masks:{tmp_path}/m", global_batch=COUNT, shuffle=False, **settings)
+        data = load(f"masks:{tmp_path}/m", global_batch=COUNT, shuffle=False, **settings)
         x, y = next(iter(data.train))
         np.testing.assert_array_equal(y["segmentation_masks"], MASKS)
         np.testing.assert_array_equal(x, PICTURES[..., :1].astype("float32") / 255.0)
@@ -152,8 +152,8 @@ def test_a_corrupt_picture_is_skipped_with_its_row(tmp_path):
     table(tmp_path)
     (tmp_path / "images" / "03.png").write_bytes(b"nothing")
     with pytest.raises(InputError, match="Corrupt: the image .*03.png"):
-        pipeline(f"images:{tmp_path}/homes.csv#price", global_batch=4)
-    data = pipeline(f"images:{tmp_path}/homes.csv#price", global_batch=11, shuffle=False, skip_corrupt=True)
+        load(f"images:{tmp_path}/homes.csv#price", global_batch=4)
+    data = load(f"images:{tmp_path}/homes.csv#price", global_batch=11, shuffle=False, skip_corrupt=True)
     x, y, weight = next(iter(data.train))
     keep = np.delete(np.arange(COUNT), 3)
     np.testing.assert_array_equal(y, PRICE[keep].astype("float32"))
@@ -163,7 +163,7 @@ def test_a_corrupt_picture_is_skipped_with_its_row(tmp_path):
 
 def test_a_table_of_classes_is_classification(tmp_path):
     table(tmp_path)
-    info = pipeline(f"images:{tmp_path}/homes.csv#kind", global_batch=4, balance=None).info
+    info = load(f"images:{tmp_path}/homes.csv#kind", global_batch=4, balance=None).info
     assert (info.labels, info.class_names, info.targets) == ("class", ("flat", "hut", "tower"), None)
 
 
@@ -182,32 +182,32 @@ def test_a_table_of_classes_is_classification(tmp_path):
 def test_wrong_annotations_are_named(tmp_path, changes, message):
     coco(tmp_path, **changes)
     with pytest.raises(InputError, match=message):
-        pipeline(f"coco:{tmp_path}/boxes.json", global_batch=4)
+        load(f"coco:{tmp_path}/boxes.json", global_batch=4)
 
 
 def test_wrong_masks_and_tables_are_named(tmp_path):
     masks(tmp_path / "m")
     (tmp_path / "m" / "masks" / "01.png").unlink()
     with pytest.raises(InputError, match="images/01.png has no mask of its name"):
-        pipeline(f"masks:{tmp_path}/m", global_batch=4)
+        load(f"masks:{tmp_path}/m", global_batch=4)
     (tmp_path / "m" / "masks" / "01.png").write_bytes(tf.io.encode_png(PICTURES[0]).numpy())
     with pytest.raises(InputError, match="masks/01.png must be a PNG of 8 bits of gray"):
-        pipeline(f"masks:{tmp_path}/m", global_batch=4)
+        load(f"masks:{tmp_path}/m", global_batch=4)
     (tmp_path / "m" / "masks" / "01.png").write_bytes(tf.io.encode_png(MASKS[0, :4, :, None]).numpy())
     with pytest.raises(InputError, match="01.png with its mask .*which must have its size"):
-        pipeline(f"masks:{tmp_path}/m", global_batch=4)
+        load(f"masks:{tmp_path}/m", global_batch=4)
     with pytest.raises(InputError, match="must hold the folders images/ and masks/. Received: no images/"):
-        pipeline(f"masks:{tmp_path}", global_batch=4)
+        load(f"masks:{tmp_path}", global_batch=4)
     with pytest.raises(InputError, match="nothing at 'coco:none.json'"):
-        pipeline("coco:none.json", global_batch=4)
+        load("coco:none.json", global_batch=4)
     table(tmp_path / "t")
     for label, message in (("#prise", "Did you mean 'price'"), ("", "has no column label")):
         with pytest.raises(InputError, match=message):
-            pipeline(f"images:{tmp_path}/t/homes.csv{label}", global_batch=4)
+            load(f"images:{tmp_path}/t/homes.csv{label}", global_batch=4)
     text = (tmp_path / "t" / "homes.csv").read_text()
     (tmp_path / "t" / "homes.csv").write_text(text.replace("03.png", "33.png"))
     with pytest.raises(InputError, match="33.png, which is not there"):
-        pipeline(f"images:{tmp_path}/t/homes.csv#price", global_batch=4)
+        load(f"images:{tmp_path}/t/homes.csv#price", global_batch=4)
     (tmp_path / "t" / "homes.csv").write_text(text.replace("file,", "name,"))
     with pytest.raises(InputError, match="must have a column 'file'"):
-        pipeline(f"images:{tmp_path}/t/homes.csv#price", global_batch=4)
+        load(f"images:{tmp_path}/t/homes.csv#price", global_batch=4)

@@ -4,7 +4,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils import file_utils
 
-from tfgpu.data import pipeline, write_shards
+from tfgpu.data import load, write_shards
 from tfgpu.data.decoding import Reading
 from tfgpu.data.prepared import open_tfds
 from tfgpu.data.sources import open_source
@@ -45,7 +45,7 @@ def squares(tmp_path_factory):
 
 
 def test_a_prepared_dataset_is_read_with_its_own_parts(squares):
-    data = pipeline(f"tfds:{squares}", global_batch=4, validation=0.25)
+    data = load(f"tfds:{squares}", global_batch=4, validation=0.25)
     info = data.info
     assert (info.train_examples, info.validation_examples, info.test_examples) == (15, 5, 6)
     assert info.class_names == ("dark", "light") and info.input_shape == (4, 4, 1)
@@ -72,6 +72,6 @@ def test_it_can_be_written_as_shards(squares, tmp_path):
 
 def test_names_that_cannot_be_opened_are_one_line(squares):
     with pytest.raises(InputError, match="Did you mean 'mnist'"):
-        pipeline("tfds:mnistt", global_batch=4)
+        load("tfds:mnistt", global_batch=4)
     with pytest.raises(InputError, match="not prepared in .*tfds.load"):
-        pipeline("tfds:cifar10", global_batch=4)
+        load("tfds:cifar10", global_batch=4)

@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfgpu.data import pipeline, records
+from tfgpu.data import load, records
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -69,7 +69,7 @@ def test_features_of_other_writers_are_understood(tmp_path):
 def test_files_of_parts_and_globs(tmp_path):
     for name, count in (("n-train-0.tfrecord", 6), ("n-train-1.tfrecord", 3), ("n-test.tfrecord", 4)):
         records.write(tmp_path / name, images(count))
-    info = pipeline(str(tmp_path), global_batch=2, validation=0).info
+    info = load(str(tmp_path), global_batch=2, validation=0).info
     assert (info.train_examples, info.validation_examples, info.test_examples) == (9, 0, 4)
     assert len(open_source(str(tmp_path / "n-train-*.tfrecord")).labels) == 9
 
@@ -77,8 +77,8 @@ def test_files_of_parts_and_globs(tmp_path):
 def test_a_damaged_record_is_named_or_left_out(path, caplog):
     flip(path, records.Index([path]).offsets[7] + 20)
     with pytest.raises(InputError, match=f"record 7 of {path}.*--skip-corrupt"):
-        pipeline(str(path), global_batch=2)
-    data = pipeline(str(path), global_batch=2, skip_corrupt=True, validation=0, test=0)
+        load(str(path), global_batch=2)
+    data = load(str(path), global_batch=2, skip_corrupt=True, validation=0, test=0)
     assert (data.info.skipped, data.info.train_examples) == (1, 11)
     assert f"record 7 of {path}" in caplog.text
 
@@ -91,8 +91,8 @@ def test_what_follows_a_damaged_header_is_named(path, damage):
     else:
         path.write_bytes(path.read_bytes()[: start + 15])
     with pytest.raises(InputError, match=f"record 5 of {path} and what follows"):
-        pipeline(str(path), global_batch=2)
-    data = pipeline(str(path), global_batch=2, skip_corrupt=True, validation=0, test=0)
+        load(str(path), global_batch=2)
+    data = load(str(path), global_batch=2, skip_corrupt=True, validation=0, test=0)
     assert (data.info.skipped, data.info.train_examples) == (1, 5)
 
 

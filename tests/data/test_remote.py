@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tfgpu
-from tfgpu.data import Remote, pipeline, records, write_shards
+from tfgpu.data import Remote, load, records, write_shards
 from tfgpu.data.sources import open_source
 from tfgpu.data.storage.block_cache import BlockCache
 from tfgpu.data.storage.remote_files import BLOCK_BYTES, Storage
@@ -46,7 +46,7 @@ def remote(url, tmp_path, **settings):
 
 
 def epoch(source, **settings):
-    data = pipeline(source, global_batch=16, seed=1, validation=0, test=0, **{"memory_bytes": 0, **settings})
+    data = load(source, global_batch=16, seed=1, validation=0, test=0, **{"memory_bytes": 0, **settings})
     return [(x.numpy(), y.numpy()) for x, y in data.train]
 
 

@@ -94,7 +94,7 @@ def test_permanent_errors_are_not_retried():
 
 
 def test_epochs_of_a_pipeline_repeat_their_order():
-    data = tfgpu.data.pipeline("digits", global_batch=64, seed=1)
+    data = tfgpu.data.load("digits", global_batch=64, seed=1)
     whole = [x.numpy().tobytes() for _ in range(2) for x, _ in data.train]
     data.seek(0)
     fails = {"left": 2}

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.core import worker_rows
-from tfgpu.data import bucket, mixture, pipeline
+from tfgpu.data import bucket, load, mixture
 from tfgpu.data.examples import Examples
 from tfgpu.errors import InputError
 
@@ -26,17 +26,17 @@ class Counted:
             self.reads += 1
             return self.pictures[index]
 
-        def load(index):
+        def load_one(index):
             found = tf.numpy_function(read, [index], tf.float32, stateful=False)
             return tf.ensure_shape(found, [6, 6, 1])
 
         where = lambda index: tf.strings.as_string(index)  # noqa: E731
         own = {"train": np.arange(ROWS)}
-        return Examples("counted", np.arange(ROWS) % 3, (6, 6, 1), ("a", "b", "c"), load=load, where=where, own=own)
+        return Examples("counted", np.arange(ROWS) % 3, (6, 6, 1), ("a", "b", "c"), load=load_one, where=where, own=own)
 
 
 def made(source, **settings):
-    return pipeline(source, **{"global_batch": BATCH, "seed": 2, **settings})
+    return load(source, **{"global_batch": BATCH, "seed": 2, **settings})
 
 
 def batches(data):

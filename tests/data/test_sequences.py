@@ -5,7 +5,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfgpu.data import attention_mask, bucket, pack
+from tfgpu.data import bucket, pack, segment_mask
 from tfgpu.data.text.sequences import _best_fit
 from tfgpu.errors import InputError
 
@@ -122,7 +122,7 @@ def test_packed_sequences_do_not_see_one_another():
 
     def run(x):
         h = embed(x["token_ids"])
-        return attend(h, h, attention_mask=attention_mask(x["segment_ids"], causal=True)).numpy()
+        return attend(h, h, attention_mask=segment_mask(x["segment_ids"], causal=True)).numpy()
 
     both = [[3, 1, 4, 1, 5], [9, 2, 6]]
     together = run(next(iter(pack(both, length=10, global_batch=1).train))[0])[0]

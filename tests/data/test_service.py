@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.data import pipeline, service
+from tfgpu.data import load, service
 from tfgpu.errors import InputError
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -58,7 +58,7 @@ def served():
 
 
 def data(photos, **options):
-    return pipeline(str(photos), global_batch=8, augment=["flip"], seed=3, cache="none", test=0, **options)
+    return load(str(photos), global_batch=8, augment=["flip"], seed=3, cache="none", test=0, **options)
 
 
 def same(mine, theirs):
@@ -84,7 +84,7 @@ def test_the_same_batches_in_the_same_order(photos, shared):
 def test_each_worker_asks_for_its_own_rows(photos, shared, caplog, stages):
     """Three workers with a shard each: a batch of 8 is 3, 3 and 2 rows."""
     options = {"global_batch": 8, "augment": stages, "seed": 3, "cache": "none", "test": 0}
-    here, there = (pipeline(str(photos), **options, **more) for more in ({}, {"service": shared[0]}))
+    here, there = (load(str(photos), **options, **more) for more in ({}, {"service": shared[0]}))
     same([here.peek()], [worker_rows.of(there.train).first()])
     whole = list(here.train)
     asked = 0
@@ -172,7 +172,7 @@ def test_no_service_answers(photos):
 @pytest.mark.slow
 def test_data_in_memory_needs_no_service(shared):
     with pytest.raises(InputError, match="decoded examples in memory"):
-        pipeline("digits", global_batch=8, service=shared[0])
+        load("digits", global_batch=8, service=shared[0])
 
 
 def test_data_that_cannot_be_served():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfgpu.cluster import Cluster
-from tfgpu.data import pipeline, shards, write_shards
+from tfgpu.data import load, shards, write_shards
 from tfgpu.data.examples import Examples
 from tfgpu.errors import InputError
 
@@ -81,8 +81,8 @@ def test_each_example_is_read_once_an_epoch(tmp_path, caplog, count, memory_byte
     write_shards(images(50), tmp_path / "out", shards=7)
     caplog.set_level(logging.INFO)
     options = {"global_batch": 8, "seed": 1, "validation": 0, "test": 0.2, "memory_bytes": memory_bytes}
-    whole = pipeline(str(tmp_path / "out"), **options)
-    made = [pipeline(str(tmp_path / "out"), sharding="file", cluster=worker, **options) for worker in workers(count)]
+    whole = load(str(tmp_path / "out"), **options)
+    made = [load(str(tmp_path / "out"), sharding="file", cluster=worker, **options) for worker in workers(count)]
     assert caplog.text.count("training examples are sharded by file: 7 files") == 1  # by the chief
     before = None
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_random_numbers_of_workers_do_not_overlap(tmp_path):
     noise = [
         batch.numpy()
         for worker in workers(2)
-        for batch, _ in pipeline(str(tmp_path / "out"), cluster=worker, **options).train
+        for batch, _ in load(str(tmp_path / "out"), cluster=worker, **options).train
     ]
     assert len(np.unique(np.concatenate(noise)[:, 0, 0, 0])) == 12
 
@@ -114,7 +114,7 @@ def test_auto_says_why(tmp_path, caplog):
 
     def said(source, count=2, memory_bytes=0):
         caplog.clear()
-        pipeline(source, cluster=workers(count)[0], memory_bytes=memory_bytes, **options)
+        load(source, cluster=workers(count)[0], memory_bytes=memory_bytes, **options)
         return caplog.text
 
     even = str(tmp_path / "even")
@@ -128,10 +128,10 @@ def test_auto_says_why(tmp_path, caplog):
 )
 def test_data_that_cannot_be_sharded_is_named(sharding, message):
     with pytest.raises(InputError, match=message):
-        pipeline(images(10), global_batch=4, sharding=sharding, cluster=workers(2)[0])
+        load(images(10), global_batch=4, sharding=sharding, cluster=workers(2)[0])
 
 
 def test_too_few_files_are_named(tmp_path):
     write_shards(images(40), tmp_path / "few", shards=4)
     with pytest.raises(InputError, match="4 files are too few for 5 workers"):
-        pipeline(str(tmp_path / "few"), global_batch=8, sharding="file", cluster=workers(5)[0])
+        load(str(tmp_path / "few"), global_batch=8, sharding="file", cluster=workers(5)[0])

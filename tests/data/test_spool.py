@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import pipeline, spool
+from tfgpu.data import load, spool
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError, MachineError
@@ -39,7 +39,7 @@ def tokens():
 
 @pytest.mark.parametrize("source", [vectors, images, tokens])
 def test_a_generator_gives_the_same_batches_from_memory_and_from_a_file(source):
-    memory, disk = (pipeline(source, global_batch=16, seed=3, memory_bytes=m) for m in (LARGE, SMALL))
+    memory, disk = (load(source, global_batch=16, seed=3, memory_bytes=m) for m in (LARGE, SMALL))
     assert memory.info == disk.info
     assert same(batches(memory), batches(disk))
 
@@ -49,7 +49,7 @@ def test_parts_may_be_streams_of_several_kinds(memory_bytes):
     x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10) % 2
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     source = {"train": lambda: zip(x, y, strict=True), "test": dataset.take(3), "validation": (x[:4], y[:4])}
-    data = pipeline(source, global_batch=5, shuffle=False, memory_bytes=memory_bytes)
+    data = load(source, global_batch=5, shuffle=False, memory_bytes=memory_bytes)
     train, validation, test = (np.concatenate([v for v, _ in part]) for part in batches(data))
     np.testing.assert_array_equal(train, x)
     np.testing.assert_array_equal(validation, x[:4])

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.core import worker_rows
-from tfgpu.data import mixture, pipeline, write_shards
+from tfgpu.data import load, mixture, write_shards
 from tfgpu.data.augmentation import targets
 from tfgpu.errors import InputError
 
@@ -17,7 +17,7 @@ NUMBERS = (2 * X[:, 0] + 0.1).astype("float64")
 
 
 def made(source, **settings):
-    return pipeline(source, **{"global_batch": 8, "seed": 3, **settings})
+    return load(source, **{"global_batch": 8, "seed": 3, **settings})
 
 
 def rows_of(part):

@@ -5,7 +5,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'tfgpu[ar
 
 from pyarrow import csv, parquet  # noqa: E402
 
-from tfgpu.data import pipeline, tables  # noqa: E402
+from tfgpu.data import load, tables  # noqa: E402
 from tfgpu.data.decoding import Reading  # noqa: E402
 from tfgpu.data.sources import open_source  # noqa: E402
 from tfgpu.errors import InputError  # noqa: E402
@@ -51,7 +51,7 @@ def test_a_table_larger_than_memory_gives_the_same_batches(tmp_path, end):
     table = pa.concat_tables([flowers(), flowers(10)])  # with copies
     source = write(tmp_path / f"flowers.{end}", table) + "#species"
     given = {"global_batch": 8, "seed": 2, "validation": 0.1, "test": 0.2}
-    memory, disk = (pipeline(source, memory_bytes=m, **given) for m in (1 << 30, 100))
+    memory, disk = (load(source, memory_bytes=m, **given) for m in (1 << 30, 100))
     assert memory.info == disk.info
     for part in ("train", "validation", "test"):
         for (x, y), (u, v) in zip(getattr(memory, part), getattr(disk, part), strict=True):
@@ -63,7 +63,7 @@ def test_files_of_parts_and_the_usual_names_of_labels(tmp_path):
     table = flowers().rename_columns(["a", "b", "target", "c"])
     for name, rows in (("train-0", (0, 30)), ("train-1", (30, 45)), ("test-0", (45, 60))):
         write(tmp_path / "set" / f"{name}.parquet", table.slice(rows[0], rows[1] - rows[0]))
-    info = pipeline(str(tmp_path / "set"), global_batch=4, validation=0).info
+    info = load(str(tmp_path / "set"), global_batch=4, validation=0).info
     assert (info.train_examples, info.test_examples, info.input_shape) == (45, 15, (3,))
 
 
@@ -130,7 +130,7 @@ def homes(count=40):
 def test_several_columns_are_named_targets_and_one_weighs(tmp_path, end):
     table = homes()
     source = write(tmp_path / f"homes.{end}", table)
-    data = pipeline(source + "#kind,price", global_batch=40, shuffle=False)
+    data = load(source + "#kind,price", global_batch=40, shuffle=False)
     (x, y, weight) = next(iter(data.train))
     np.testing.assert_array_equal(x[:, 0], table["rooms"].to_numpy())
     np.testing.assert_array_equal(y["price"], table["price"].to_numpy().astype("float32"))
@@ -138,21 +138,21 @@ def test_several_columns_are_named_targets_and_one_weighs(tmp_path, end):
     np.testing.assert_array_equal(weight, table["sample_weight"].to_numpy().astype("float32"))
     assert data.info.targets["kind"].class_names == ("flat", "house")
     assert data.info.targets["price"].kind == "numbers" and data.info.input_shape == (1,)
-    whole = pipeline(source + "#kind,rooms", global_batch=8, task={"rooms": "regression"}).info.targets
+    whole = load(source + "#kind,rooms", global_batch=8, task={"rooms": "regression"}).info.targets
     assert whole["rooms"].kind == "numbers"
 
 
 def test_lists_are_numbers_to_predict(tmp_path):
     table = pa.table({"a": [1.0, 2.0, 3.0], "place": [[0.5, 1], [1.5, 2], [2.5, 3]]})
-    data = pipeline(write(tmp_path / "a.parquet", table) + "#place", global_batch=3, shuffle=False)
+    data = load(write(tmp_path / "a.parquet", table) + "#place", global_batch=3, shuffle=False)
     assert next(iter(data.train))[1].numpy().tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
 
 
 def test_labels_that_are_whole_at_first_may_be_numbers_later(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "_CSV_BLOCK", 64)
     (tmp_path / "a.csv").write_text("a,y,b\n" + "".join(f"{i},{i % 2},1\n" for i in range(50)) + "3,0.5,1\n")
-    assert pipeline(f"{tmp_path}/a.csv", global_batch=8).info.labels == "numbers"
-    assert pipeline(f"{tmp_path}/a.csv#y,b", global_batch=8).info.targets["y"].kind == "numbers"
+    assert load(f"{tmp_path}/a.csv", global_batch=8).info.labels == "numbers"
+    assert load(f"{tmp_path}/a.csv#y,b", global_batch=8).info.targets["y"].kind == "numbers"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfgpu.data import pipeline
+from tfgpu.data import load
 from tfgpu.data.decoding import Reading
 from tfgpu.data.text import texts
 from tfgpu.errors import InputError
@@ -68,7 +68,7 @@ def test_a_corpus_is_cut_into_pieces_whose_targets_are_the_next_bytes(tmp_path):
 
 def test_a_corpus_through_the_pipeline(tmp_path):
     write(tmp_path, {"train.txt": "the cat sat on the mat. " * 40, "test.txt": "the dog. " * 10})
-    data = pipeline(f"corpus:{tmp_path}/*.txt", global_batch=8, length=16, validation=0.2)
+    data = load(f"corpus:{tmp_path}/*.txt", global_batch=8, length=16, validation=0.2)
     x, y = data.peek()
     assert data.info.labels == "tokens" and data.info.classes == 256 and data.info.input_shape == (16,)
     assert x.shape == y.shape == (8, 16) and (x.numpy()[:, 1:] == y.numpy()[:, :-1]).all()
@@ -100,4 +100,4 @@ def test_invalid_input_is_reported(tmp_path, monkeypatch, source, options, messa
     write(tmp_path, {"numbers.csv": "text,label\n3,1\n4,0\n"})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
-        pipeline(source, global_batch=1, **options)
+        load(source, global_batch=1, **options)

@@ -9,17 +9,17 @@ import sys
 import numpy as np
 import pytest
 
-from tfgpu.data import pipeline, write_shards
+from tfgpu.data import load, write_shards
 
 WORKER = """
 import pickle, sys
 import keras, numpy as np, tensorflow as tf, tfgpu
-from tfgpu.data import pipeline
+from tfgpu.data import load
 strategy = tfgpu.strategy()
 got = []
 for global_batch in map(int, sys.argv[3:]):
     with strategy.scope():
-        data = pipeline("digits", global_batch=global_batch, augment="auto", seed=4, validation=0.1, test=0.2)
+        data = load("digits", global_batch=global_batch, augment="auto", seed=4, validation=0.1, test=0.2)
     data.seek(2)
     for part in (data.train, data.test):
         for batch in strategy.experimental_distribute_dataset(part):
@@ -27,7 +27,7 @@ for global_batch in map(int, sys.argv[3:]):
 keras.utils.set_random_seed(0)
 with strategy.scope():
     parts = {"validation": 0.1, "test": 0.2}
-    own = pipeline(sys.argv[2], global_batch=256, memory_bytes=0, sharding="file", augment="auto", **parts)
+    own = load(sys.argv[2], global_batch=256, memory_bytes=0, sharding="file", augment="auto", **parts)
     model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
     model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 labels = [
@@ -67,7 +67,7 @@ def run_workers(addresses, tmp_path, shards, *global_batches):
 
 
 def check_files_of_their_own(own, other):
-    whole = pipeline("digits", global_batch=256, validation=0.1, test=0.2)
+    whole = load("digits", global_batch=256, validation=0.1, test=0.2)
     read = [np.concatenate(each["labels"]) for each in (own, other)]
     expected = np.concatenate([y for _, y in whole.train])
     assert np.bincount(np.concatenate(read)).tolist() == np.bincount(expected).tolist()
@@ -87,7 +87,7 @@ def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path, address
     check_files_of_their_own(own, other)
     expected = []
     for size in sizes:
-        data = pipeline("digits", global_batch=size, augment="auto", seed=4, validation=0.1, test=0.2)
+        data = load("digits", global_batch=size, augment="auto", seed=4, validation=0.1, test=0.2)
         data.seek(2)
         expected += [batch for part in (data.train, data.test) for batch in part]
     assert len(expected[-2][1]) == 1 or len(expected[6][1]) == 1
@@ -101,13 +101,13 @@ def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path, address
 TRAINING = """
 import collections, hashlib, json, sys
 import keras, numpy as np, tensorflow as tf, tfgpu
-from tfgpu.data import pipeline
+from tfgpu.data import load
 from tfgpu.data.examples import Examples
 
 loads = collections.Counter()
 
 
-def load(index):
+def read(index):
     def one(i):
         loads[int(i)] += 1
         return np.random.default_rng(i).integers(0, 256, [6, 6, 3], dtype=np.uint8)
@@ -118,8 +118,8 @@ def load(index):
 strategy = tfgpu.strategy(sys.argv[1])
 keras.utils.set_random_seed(0)
 own = {"train": np.arange(70), "validation": np.arange(70, 93)}
-source = Examples("counted", np.arange(93) % 3, (6, 6, 3), ("a", "b", "c"), load=load, own=own)
-data = pipeline(source, global_batch=16, augment=sys.argv[2:], seed=5, test=0, prefetch=1)
+source = Examples("counted", np.arange(93) % 3, (6, 6, 3), ("a", "b", "c"), load=read, own=own)
+data = load(source, global_batch=16, augment=sys.argv[2:], seed=5, test=0, prefetch=1)
 with strategy.scope():
     model = keras.Sequential([keras.Input((6, 6, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
     kind = "CategoricalCrossentropy" if data.info.labels == "one_hot" else "SparseCategoricalCrossentropy"

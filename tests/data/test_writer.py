@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfgpu import atomic, cli
-from tfgpu.data import check_shards, manifest, pipeline, records, write_shards
+from tfgpu.data import check_shards, load, manifest, records, write_shards
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -59,7 +59,7 @@ def shard(out, number=0):
 def test_digits_come_back_exactly(out):
     listed = write_shards("digits", out, shards=5)
     assert [s.examples for s in listed.shards] == [360, 360, 359, 359, 359] and listed.examples == {"train": 1797}
-    assert_same(*(pipeline(source, global_batch=1024, seed=3, **PARTS) for source in ("digits", str(out))))
+    assert_same(*(load(source, global_batch=1024, seed=3, **PARTS) for source in ("digits", str(out))))
     examples, source = open_source(str(out), Reading(memory_bytes=0)), open_source("digits")
     for i in range(0, 1797, 300):
         np.testing.assert_array_equal(examples.load(tf.constant(i)), source.array[i])
@@ -74,7 +74,7 @@ def test_images_of_files_keep_their_bytes_and_parts(tmp_path, out):
         *(f"photos-train-0000{i}-of-00003.tfrecord" for i in range(3)),
         "photos-test-00000-of-00001.tfrecord",
     ]
-    assert_same(pipeline(source, global_batch=3, **PARTS), pipeline(str(out), global_batch=3, validation=0.1, test=0.2))
+    assert_same(load(source, global_batch=3, **PARTS), load(str(out), global_batch=3, validation=0.1, test=0.2))
     examples = open_source(str(out))
     written = [examples.encoded(tf.constant(i)).numpy() for i in range(9)]
     files = sorted((tmp_path / "photos" / "train").rglob("*.*"))

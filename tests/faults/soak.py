@@ -47,7 +47,7 @@ keras.utils.set_random_seed(0)
 rng, draw, own = np.random.default_rng(0), random.Random(0), psutil.Process()
 x, y = rng.normal(size=(90, 6)).astype("float32"), rng.integers(0, 3, 90)
 # It begins an epoch by its number: `fit` on arrays would pass over all that lie before, 200 times.
-data = tfgpu.data.pipeline((x, y), global_batch=8, validation=0, test=0, seed=0).train
+data = tfgpu.data.load((x, y), global_batch=8, validation=0, test=0, seed=0).train
 with tfgpu.strategy("mirrored" if devices > 1 else "one_device", devices=devices).scope():
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(16, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(3)]

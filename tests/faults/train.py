@@ -164,7 +164,7 @@ def main(variant: str, folder: str, *options: str) -> None:
     feeds = {
         "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH},
         "shuffled": lambda: {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=3).batch(BATCH)},
-        "pipeline": lambda: {"x": tfgpu.data.pipeline((x, y[:, 0]), global_batch=BATCH, validation=0, test=0).train},
+        "pipeline": lambda: {"x": tfgpu.data.load((x, y[:, 0]), global_batch=BATCH, validation=0, test=0).train},
     }
     with strategy.scope():
         model = keras.Sequential(

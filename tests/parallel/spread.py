@@ -221,7 +221,7 @@ def compare(folder: Path, names: list[str]) -> None:
 
     found = {name: compared(folder, name) for name in names}
     x, y, _ = data()
-    pipe = tfgpu.data.pipeline((x[:, :, None, None], y), global_batch=BATCH, validation=0, test=0)
+    pipe = tfgpu.data.load((x[:, :, None, None], y), global_batch=BATCH, validation=0, test=0)
     found["about"] = {
         "strategy": tfgpu.strategies.describe(tfgpu.strategy())["kind"],
         "workers": tfgpu.Cluster.from_environment().size,

@@ -1,4 +1,4 @@
-"""`parallel.load`: files of weights go to wherever a model's variables are, and nothing else is read."""
+"""`parallel.load_weights`: files of weights go to wherever a model's variables are, and nothing else is read."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import tfgpu
 from tfgpu.compat import variables
 from tfgpu.core.state.array_slices import ArraySlices, flat_part
 from tfgpu.core.state.sharded_variable import merged
-from tfgpu.parallel import Mesh, apply, load, pipeline, place, shard, tensor
+from tfgpu.parallel import Mesh, apply, load_weights, pipeline, place, shard, tensor
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(6, 8)).astype("float32")
@@ -79,7 +79,7 @@ def test_every_layout_gets_the_weights_of_every_file(files, file):
     folder, model = files
     for name, layout in LAYOUTS.items():
         found = layout()
-        assert load(found, folder / file) is found
+        assert load_weights(found, folder / file) is found
         for mine, expected, variable in zip(found.get_weights(), model.get_weights(), model.weights, strict=True):
             np.testing.assert_array_equal(mine, expected, err_msg=f"{name} {variable.path}")
 
@@ -87,7 +87,7 @@ def test_every_layout_gets_the_weights_of_every_file(files, file):
 def test_keras_files_reach_shards_and_stages(files):
     folder, model = files
     for layout in ("ZeRO 3", "tensor"):
-        found = load(LAYOUTS[layout](), folder / "m.keras")
+        found = load_weights(LAYOUTS[layout](), folder / "m.keras")
         for mine, expected in zip(found.get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(mine, expected)
 
@@ -128,12 +128,14 @@ def test_other_dtypes_are_rounded_as_keras_rounds_them(tmp_path):
     half = {v.path: tf.cast(v.numpy(), tf.bfloat16).numpy() for v in model.weights}
     safetensors.numpy.save_file(half, tmp_path / "half.safetensors")
     for layout in ("ZeRO 3", "mirrored", "tensor"):
-        found = load(LAYOUTS[layout](), tmp_path / "half.safetensors")
+        found = load_weights(LAYOUTS[layout](), tmp_path / "half.safetensors")
         for mine, expected in zip(found.get_weights(), half.values(), strict=True):
             np.testing.assert_array_equal(mine, expected.astype("float32"))
     small = made(dtype="bfloat16")
     small.save(tmp_path / "small.keras")
-    for mine, expected in zip(load(made(3, "bfloat16"), tmp_path / "small.keras").weights, small.weights, strict=True):
+    for mine, expected in zip(
+        load_weights(made(3, "bfloat16"), tmp_path / "small.keras").weights, small.weights, strict=True
+    ):
         np.testing.assert_array_equal(mine.numpy(), expected.numpy())
 
 
@@ -147,7 +149,7 @@ def test_names_and_axes_of_another_library(tmp_path):
     def name_of(path):
         return (path.replace("/kernel", ".weight"), (1, 0)) if path.endswith("kernel") else None
 
-    load(model, tmp_path / "torch.safetensors", names=name_of)
+    load_weights(model, tmp_path / "torch.safetensors", names=name_of)
     for mine, other in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, other)
 
@@ -157,7 +159,7 @@ def test_the_model_s_own_name_may_be_left_out(tmp_path):
     assert model.weights[0].path == "stack/head/kernel"
     arrays = {"head.kernel": np.ones((3, 2), "float32"), "other": np.full(2, 5, "float32")}
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
-    load(model, tmp_path / "a.safetensors", names={"head/bias": "other"})
+    load_weights(model, tmp_path / "a.safetensors", names={"head/bias": "other"})
     assert [v.numpy().max() for v in model.weights] == [1, 5]
 
 
@@ -170,7 +172,7 @@ def test_what_does_not_match_is_listed_and_nothing_is_assigned(tmp_path, caplog)
     path = tmp_path / "other.safetensors"
     safetensors.numpy.save_file(arrays, path)
     with pytest.raises(tfgpu.InputError) as caught:
-        load(model, path)
+        load_weights(model, path)
     text = str(caught.value)
     for part in (
         "variables that the file does not have: norm/gamma",
@@ -182,7 +184,7 @@ def test_what_does_not_match_is_listed_and_nothing_is_assigned(tmp_path, caplog)
     for mine, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(mine, other)
     with caplog.at_level("WARNING"):
-        load(model, path, partial=True)
+        load_weights(model, path, partial=True)
     assert "norm/gamma" in caplog.text
     assert not model.get_layer("down").kernel.numpy().any()
     np.testing.assert_array_equal(model.get_layer("up").kernel.numpy(), before[0])
@@ -205,7 +207,7 @@ def test_wrong_use_says_what_to_do(tmp_path, files):
         (made(), folder, {"names": {"up/kernel": ("up.kernel", (0, 0))}}, "Name each axis once"),
     ):
         with pytest.raises(tfgpu.InputError, match=message):
-            load(model, tmp_path / path, **options)
+            load_weights(model, tmp_path / path, **options)
 
 
 @pytest.mark.slow
@@ -257,12 +259,12 @@ if strategy.extended.should_checkpoint:
         safetensors.numpy.save_file(arrays, f"{path}/{name}.safetensors")
         del arrays
 strategy.reduce("SUM", strategy.run(lambda: tf.constant(1)), axis=None)  # the files are there
-tfgpu.parallel.load(make(8, 1), f"{path}/small.safetensors")  # what a first call imports does not count
+tfgpu.parallel.load_weights(make(8, 1), f"{path}/small.safetensors")  # what a first call imports does not count
 with open("/proc/self/clear_refs", "w") as refs:
     refs.write("5")
 before = psutil.Process().memory_info().rss
 model = make(width, depth)
-tfgpu.parallel.load(model, f"{path}/large.safetensors")
+tfgpu.parallel.load_weights(model, f"{path}/large.safetensors")
 lines = Path("/proc/self/status").read_text().splitlines()
 peak = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 ends = [float(kernel[0, 0]) for kernel in model.get_weights()]

@@ -57,7 +57,7 @@ for name, case in cases.items():
     safetensors.numpy.save_file(arrays, own_file)
     read = make(strategy, stage, **case)
     paths = [v.path for v in sharded_variable.merged(read.weights)]
-    tfgpu.parallel.load(read, own_file, names=dict(zip(paths, arrays, strict=True)))
+    tfgpu.parallel.load_weights(read, own_file, names=dict(zip(paths, arrays, strict=True)))
     found[name] = {
         "weights": apart(weights, one.get_weights()),
         "read": apart(read.get_weights(), one.get_weights()),

@@ -147,7 +147,7 @@ def test_the_first_losses_are_those_of_steps_at_those_rates():
 
 
 def test_the_place_in_the_data_stays():
-    digits = tfgpu.data.pipeline("digits", global_batch=64, validation=0.1, test=0.2)
+    digits = tfgpu.data.load("digits", global_batch=64, validation=0.1, test=0.2)
     digits.seek(3)
     with tfgpu.strategy("one_device", devices=["CPU:0"]).scope():
         model = tfgpu.models.mlp(digits.info.input_shape, digits.info.classes)

@@ -337,6 +337,6 @@ def test_weights_of_hugging_face_go_to_shards_as_kerashub_maps_them(tmp_path):
     settings = HEADS | {"num_layers": 2, "intermediate_dim": 4 * width}
     with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
         model = hub().GPT2Backbone(words, num_heads=2, max_sequence_length=length, **settings)
-    tfgpu.parallel.load(tfgpu.parallel.shard(model, 3), tmp_path)
+    tfgpu.parallel.load_weights(tfgpu.parallel.shard(model, 3), tmp_path)
     for mine, other, variable in zip(model.get_weights(), expected.get_weights(), expected.weights, strict=True):
         np.testing.assert_array_equal(mine, other, err_msg=variable.path)

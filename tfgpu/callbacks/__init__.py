@@ -10,9 +10,7 @@ from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
 from tfgpu.callbacks.tasks import Tasks
 from tfgpu.callbacks.tracking import Track
-from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.callback import Checkpoint
-from tfgpu.checkpoint.storage import Position
 
 __all__ = [
     "Checkpoint",
@@ -21,7 +19,6 @@ __all__ = [
     "Memory",
     "MetricsFile",
     "Monitor",
-    "Position",
     "Progress",
     "Report",
     "SkipNaN",
@@ -29,5 +26,4 @@ __all__ = [
     "StopOnNaN",
     "Tasks",
     "Track",
-    "Writer",
 ]

@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class EvaluateAverages(keras.callbacks.Callback):
-    """Validates with the optimizer's moving averages (`use_ema=True`), and continues training with the weights.
+    """Validates with the moving averages (`use_ema=True`), as Keras's `SwapEMAWeights`, without rounding the weights.
 
-    The averages replace the weights at the beginning of a validation, and the weights return bit for bit at its end.
-    (Keras's `SwapEMAWeights` swaps by sums and differences, which rounds the weights at each validation.) The optimizer
+    The averages replace the weights at the beginning of a validation, and the weights return bit for bit at its end
+    (`SwapEMAWeights` swaps by sums and differences, which rounds the weights at each validation). The optimizer
     does not average the running statistics of BatchNormalization: they stay those of the training. At the end of `fit`
     Keras leaves the averages in the model. A `Checkpoint` keeps both the weights and the averages.
 

@@ -13,11 +13,11 @@ _VALIDATION = "val_"
 
 
 class EventsFile(keras.callbacks.Callback):
-    """Writes each epoch's logs as TensorBoard scalars, in the background.
+    """Writes epochs' logs for TensorBoard in the background; Keras's `TensorBoard` writes more, while training waits.
 
     `train/` and `validation/` hold them under the names that Keras's `TensorBoard` uses (`epoch_loss`, ...), one value
-    per epoch. For histograms, profiles or values of single batches use Keras's callback, which writes while training
-    waits. Put this one after callbacks that add to the logs.
+    per epoch. For histograms, profiles or values of single batches use Keras's callback. Put this one after
+    callbacks that add to the logs.
 
     Args:
         directory: where the event files go; None writes none (on a worker that is not the chief).

@@ -14,11 +14,11 @@ _log = logging.getLogger(__name__)
 
 
 class StopOnNaN(keras.callbacks.Callback):
-    """Ends the training with an error when the loss becomes NaN or infinite.
+    """Ends `fit` with an error if the loss is NaN or infinite; Keras's `TerminateOnNaN` ends it without one.
 
     It checks at the end of each block: the loss in the logs is the mean of the epoch, in which a NaN stays. So it does
     not shorten blocks, and at most one block of steps is lost. A `Checkpoint` saves after all callbacks have run, so
-    its newest checkpoint is from before. Keras's `TerminateOnNaN` checks every batch, and ends `fit` without an error.
+    its newest checkpoint is from before. `TerminateOnNaN` checks every batch, which shortens blocks to one step.
 
     To skip bad steps instead, use `SkipNaN`.
 

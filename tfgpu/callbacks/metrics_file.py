@@ -18,7 +18,7 @@ _LAST = ("learning_rate", "step_time_s", "epoch_time_s")
 
 
 class MetricsFile(keras.callbacks.Callback):
-    """Times steps and epochs, adds the times and the learning rate to the logs, and writes `metrics.csv`.
+    """Writes the logs as CSV, as Keras's `CSVLogger`, and adds times and learning rate to them for other callbacks.
 
     Put it before callbacks that store the logs (checkpoint, TensorBoard), so that they get the times too. The file is
     written in the background and replaced atomically; `fit` waits for it at the end.

@@ -15,10 +15,10 @@ _HIDDEN = ("epoch_time_s",)
 
 
 class Progress(keras.callbacks.Callback):
-    """Shows a progress bar with metrics and remaining time, and prints one line for each finished epoch.
+    """Shows a progress bar, as `fit(verbose=1)`, but updates it once per block of steps instead of every batch.
 
-    It is updated once per block of steps. If the output is not a terminal (a log file, a scheduler), it prints only the
-    line per epoch.
+    The bar shows metrics and remaining time; each finished epoch prints one line. If the output is no terminal (a log file,
+    a scheduler), it prints only the line per epoch.
 
     Args:
         console: where to write; None writes to standard output.

@@ -1,1 +1,5 @@
-"""What a training saves, and how it resumes."""
+"""What a training saves, and how it resumes. The callback is `tfgpu.callbacks.Checkpoint`."""
+
+from tfgpu.lazy import on_first_use
+
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

@@ -28,11 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves everything that training changes, and resumes from the newest intact checkpoint when `fit` begins.
+    """Resumes `fit` exactly where it stopped: Keras's `BackupAndRestore` and `ModelCheckpoint` in one, for all state.
 
-    When started again, the same script resumes at the step of the newest checkpoint, and ends with the weights and the
-    history of an uninterrupted run, bit for bit on the same devices. A complete run trains no further until its
-    `epochs` increase. On SIGTERM it saves after the running block of steps and ends the process with exit code 75.
+    It saves everything that training changes, and resumes from the newest intact checkpoint when `fit` begins. The same
+    script, started again, ends with the weights and the history of an uninterrupted run, bit for bit on the same
+    devices. A complete run trains no further until its `epochs` increase. On SIGTERM it saves after the running block
+    of steps and ends the process with exit code 75.
 
     A checkpoint holds the weights, the optimizer (with its loss scale, averages and accumulated gradients), the metrics
     of the running epoch, the random draws, the data position, the state of the other callbacks, and the history. The

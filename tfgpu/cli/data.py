@@ -74,7 +74,7 @@ def check_data(
     "serve",
     help=(
         "Start a tf.data service, whose processes decode and augment for training, until Ctrl-C. Prints the address "
-        "for [bold]pipeline(service=...)[/]."
+        "for [bold]data.load(service=...)[/]."
     ),
     epilog=(
         "[bold]Examples[/]\n\n"

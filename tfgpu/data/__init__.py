@@ -2,7 +2,7 @@
 
 Example:
     >>> from tfgpu import data
-    >>> digits = data.pipeline("digits", global_batch=64, augment="auto", seed=1)
+    >>> digits = data.load("digits", global_batch=64, augment="auto", seed=1)
     >>> [len(x) for x, y in digits.train][-2:]
     [64, 5]
 """

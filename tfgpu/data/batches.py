@@ -83,7 +83,7 @@ class Data(position.Epochs):
         info: the facts.
 
     Example:
-        >>> data = pipeline("digits", global_batch=64)
+        >>> data = load("digits", global_batch=64)
         >>> data.info.input_shape, data.info.classes
         ((8, 8, 1), 10)
     """
@@ -95,7 +95,7 @@ class Data(position.Epochs):
     _counter: position.Counter = field(repr=False)
 
 
-def pipeline(
+def load(
     source: Any,
     *,
     global_batch: int,
@@ -181,7 +181,7 @@ def pipeline(
         MachineError: `cache="disk"`, and the disk has no room.
 
     Example:
-        >>> data = pipeline("digits", global_batch=32, augment="auto", seed=1, validation=0.1, test=0.2)
+        >>> data = load("digits", global_batch=32, augment="auto", seed=1, validation=0.1, test=0.2)
         >>> data.info.train_examples, data.info.steps_per_epoch
         (1258, 40)
     """

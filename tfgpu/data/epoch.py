@@ -20,7 +20,7 @@ from tfgpu.errors import InputError
 
 @dataclass(frozen=True)
 class Settings:
-    """How training batches are made from examples: the arguments of `pipeline`, with `augment` parsed."""
+    """How training batches are made from examples: the arguments of `load`, with `augment` parsed."""
 
     global_batch: int
     stages: tuple[tuple[str, dict[str, Any]], ...]

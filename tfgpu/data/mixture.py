@@ -25,7 +25,7 @@ class Mixture:
     """Sources with weights; made by `mixture`.
 
     Attributes:
-        sources: what `pipeline` takes.
+        sources: what `load` takes.
         weights: the share of each, in the same order; they add up to 1.
         epoch_examples: the training examples of an epoch; None: as many as the sources have together.
     """
@@ -38,7 +38,7 @@ class Mixture:
 def mixture(
     sources: Mapping[Any, float] | Sequence[tuple[Any, float]], *, epoch_examples: int | None = None
 ) -> Mixture:
-    """Mixes training examples of several sources by weight, for `pipeline`.
+    """Mixes training examples of several sources by weight, for `load`.
 
     Batches hold examples of all sources in random order (with `shuffle=False`, spread evenly). An epoch has the same
     number of each source's examples each time: its weight's share, rounded so that they add up. Validation and test
@@ -51,15 +51,15 @@ def mixture(
         epoch_examples: the training examples of an epoch. Default: as many as the sources have together.
 
     Returns:
-        A source for `pipeline`.
+        A source for `load`.
 
     Raises:
         InputError: no sources, or a weight that is no number above 0.
 
     Example:
-        >>> from tfgpu.data.batches import pipeline
+        >>> from tfgpu.data.batches import load
         >>> zeros, ones = (np.zeros([30, 2]), [0, 1] * 15), (np.ones([10, 2]), [0, 1] * 5)
-        >>> data = pipeline(mixture([(zeros, 1), (ones, 1)]), global_batch=8, validation=0, test=0)
+        >>> data = load(mixture([(zeros, 1), (ones, 1)]), global_batch=8, validation=0, test=0)
         >>> [float(sum(tf.reduce_sum(x) / 2 for x, y in data.train)) for epoch in range(2)]
         [20.0, 20.0]
     """

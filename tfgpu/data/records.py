@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def write(path: str | Path, examples: Iterable) -> int:
-    """Writes examples as one TFRecord file that `pipeline` reads back exactly.
+    """Writes examples as one TFRecord file that `load` reads back exactly.
 
     uint8 images become lossless PNG; other numbers are stored as float32 or int64 with their shape. The file appears
     under its name when it is complete.

@@ -33,7 +33,7 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
 
     Args:
         data: yields the same elements in the same order each time it is opened, so random shuffling belongs after
-            `retry`. The `train` of `tfgpu.data.pipeline` can be passed as it is.
+            `retry`. The `train` of `tfgpu.data.load` can be passed as it is.
         limit: consecutive attempts for one element. The wait doubles with each attempt, up to a minute.
         wait_s: seconds before the first retry.
 

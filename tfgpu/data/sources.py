@@ -44,7 +44,7 @@ def digits() -> Examples:
 
 
 def open_source(source, reading: Reading | None = None) -> Examples:
-    """Opens any source that `pipeline` accepts.
+    """Opens any source that `load` accepts.
 
     Args:
         source: a name (see `names.parse_source`), `Remote`, a `Mixture`, arrays `(x, y)`, a `tf.data.Dataset` of

@@ -4,7 +4,7 @@
     OUT/...
     OUT/index.json                              see `tfgpu.data.manifest`
 
-`pipeline("OUT", ...)` gives the same batches as the source. Encoded images keep their bytes; other images become
+`load("OUT", ...)` gives the same batches as the source. Encoded images keep their bytes; other images become
 lossless PNG, other numbers float32 or int64. Only the example and its label are kept from each record.
 """
 
@@ -42,7 +42,7 @@ def write_shards(
     The folder is written under a temporary name and renamed when it is complete.
 
     Args:
-        source: any source that `pipeline` accepts.
+        source: any source that `load` accepts.
         out: the folder.
         shards: number of files for the training split; the other splits get files of about the same size.
         name: prefix of the file names; default: the source's name.
@@ -71,7 +71,7 @@ def write_shards(
     if examples.structure is not None:
         raise InputError(
             f"Shards hold an array or image and its class. Received: {examples.name} with numbers to predict, named "
-            "arrays or sample weights. Keep it in its own format, and pass it to `pipeline`."
+            "arrays or sample weights. Keep it in its own format, and pass it to `load`."
         )
     if examples.skipped:
         _log.warning("%s: skipped %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))

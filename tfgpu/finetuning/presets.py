@@ -35,7 +35,7 @@ class Preset:
 
     @property
     def weights(self) -> Path:
-        """What `parallel.load` reads."""
+        """What `parallel.load_weights` reads."""
         return self.folder / _WEIGHTS if self.is_kerashub else self.folder
 
 
@@ -137,12 +137,12 @@ def load(task: keras.Model, preset: Preset) -> None:
     ]
     if preset.is_kerashub:
         kept = [keras.ops.convert_to_numpy(layer.lora_kernel_a) for layer in adapted if _is_dense(layer)]
-        loading.load(task.backbone, preset.weights)
+        loading.load_weights(task.backbone, preset.weights)
         for layer, value in zip(filter(_is_dense, adapted), kept, strict=True):  # loading sets it to 0
             layer.lora_kernel_a.assign(value)
         return
     with _paused(adapted):
-        loading.load(task.backbone, preset.weights)
+        loading.load_weights(task.backbone, preset.weights)
 
 
 @contextlib.contextmanager

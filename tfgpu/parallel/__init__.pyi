@@ -2,7 +2,7 @@
 from tfgpu.parallel.connection import connect as connect
 from tfgpu.parallel.hybrid import apply as apply
 from tfgpu.parallel.loading import deferred as deferred
-from tfgpu.parallel.loading import load as load
+from tfgpu.parallel.loading import load_weights as load_weights
 from tfgpu.parallel.memory import memory_by_device as memory_by_device
 from tfgpu.parallel.mesh import Mesh as Mesh
 from tfgpu.parallel.pipeline.api import pipeline as pipeline

@@ -1,4 +1,4 @@
-"""`parallel.load`: weights from a file, straight to the devices that hold them."""
+"""`parallel.load_weights`: weights from a file, straight to the devices that hold them."""
 
 import contextlib
 import logging
@@ -39,7 +39,9 @@ def deferred() -> Iterator[None]:
         yield
 
 
-def load(model: keras.Model, path: str | Path, *, names: Names | None = None, partial: bool = False) -> keras.Model:
+def load_weights(
+    model: keras.Model, path: str | Path, *, names: Names | None = None, partial: bool = False
+) -> keras.Model:
     """Gives a model the weights of a file, one array at a time, each read by the slices that a device holds.
 
     Besides its own share, a process holds one array at most, and the copies of it that TensorFlow makes to assign it;
@@ -72,7 +74,7 @@ def load(model: keras.Model, path: str | Path, *, names: Names | None = None, pa
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])
         >>> path = tempfile.mkdtemp() + "/model.safetensors"
         >>> safetensors.numpy.save_file({"head.kernel": np.ones([4, 2]), "head.bias": np.ones(2)}, path)
-        >>> load(model, path).get_weights()[1]
+        >>> load_weights(model, path).get_weights()[1]
         array([1., 1.], dtype=float32)
     """
     path = Path(path)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfgpu import environment, precision, rendezvous, strategies
 from tfgpu.cluster import Cluster
-from tfgpu.data import Data, pipeline
+from tfgpu.data import Data, load
 from tfgpu.errors import InputError
 from tfgpu.recipes import compiling, endings, heads, recipe
 from tfgpu.recipes.recipe import Recipe
@@ -93,7 +93,7 @@ def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
     Raises:
         InputError: something about it is invalid.
     """
-    return pipeline(
+    return load(
         what.data if source is None else source,
         global_batch=what.global_batch,
         augment="auto" if what.augment == ("auto",) else what.augment,

@@ -80,7 +80,7 @@ def _named(name: str, target: Any, info: Info) -> Head:
         raise InputError(
             f"A recipe trains classes and numbers. Received: the target {name!r} of {info.name}, of shape "
             f"{target.shape}: a sequence, boxes or masks. Train on it in Python: "
-            "model.fit(tfgpu.data.pipeline(...).train)."
+            "model.fit(tfgpu.data.load(...).train)."
         )
     if target.kind == "numbers":
         return _numbers(name, target.shape)

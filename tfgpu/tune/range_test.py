@@ -98,7 +98,7 @@ def learning_rate(
 
     Args:
         model: compiled and built, under any strategy except parameter servers and averaging.
-        data: the result of `tfgpu.data.pipeline`, or a `tf.data.Dataset` of batches `(x, y)` or
+        data: the result of `tfgpu.data.load`, or a `tf.data.Dataset` of batches `(x, y)` or
             `(x, y, sample_weight)`; it is repeated if it ends.
         lowest, highest: the learning rates of the first and the last step.
         steps: the number of steps, at least 20; the test ends early if the loss is four times its minimum, or not

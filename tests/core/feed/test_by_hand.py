@@ -6,7 +6,7 @@ LOOP = """
 import collections, json, os
 import keras, numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.data import pipeline
+from tfgpu.data import load
 
 tfgpu.environment.set_logical_devices(2)
 strategy = tfgpu.strategy("multi_worker", devices=["CPU:0", "CPU:1"])
@@ -29,7 +29,7 @@ def cut_early():
 
 
 def by_place():
-    return pipeline((x.reshape(24, 2, 2, 1), y % 3), global_batch=8, seed=2, validation=0, test=0).train
+    return load((x.reshape(24, 2, 2, 1), y % 3), global_batch=8, seed=2, validation=0, test=0).train
 
 
 said = {}

@@ -42,7 +42,7 @@ def automatic(name: str, shape: tuple[int, ...]) -> tuple:
         shape: one example's shape.
 
     Returns:
-        Stages for `pipeline(augment=...)`. Never a flip: a mirrored digit is another symbol. Nothing for examples that
+        Stages for `load(augment=...)`. Never a flip: a mirrored digit is another symbol. Nothing for examples that
         are not images.
 
     Example:

@@ -125,7 +125,7 @@ def with_targets(examples: Examples, y: Any, weights: np.ndarray | None, *, task
         examples: read by place; some rows may be missing, as those of corrupt files.
         y: the labels of all rows, or nested dicts of arrays.
         weights: a number from 0 for each row, or None.
-        task: as for `pipeline`.
+        task: as for `load`.
 
     Raises:
         InputError: labels or weights that cannot be used.

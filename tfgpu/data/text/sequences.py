@@ -4,7 +4,7 @@
 |---|---|---|
 | a row | one sequence, padded to its bucket's length | several concatenated sequences |
 | shapes | one per bucket | one |
-| the model | must use `padding_mask` | must separate the sequences of a row (`attention_mask`) |
+| the model | must use `padding_mask` | must separate the sequences of a row (`segment_mask`) |
 
 Both read each sequence once per epoch, in an order that depends only on `(seed, epoch)`.
 """
@@ -190,7 +190,7 @@ def pack(
     return _made(tokens, rows, fetch, total, -(-count // global_batch), count, count * length, feed)
 
 
-def attention_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor:
+def segment_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor:
     """Masks attention between different sequences of a row.
 
     Args:
@@ -202,7 +202,7 @@ def attention_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor
         bool [batch, length, length] for `keras.layers.MultiHeadAttention(...)(..., attention_mask=...)`.
 
     Example:
-        >>> attention_mask(tf.constant([[1, 1, 2, 0]]), causal=True).numpy().astype(int).tolist()
+        >>> segment_mask(tf.constant([[1, 1, 2, 0]]), causal=True).numpy().astype(int).tolist()
         [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]
     """
     own, other = segment_ids[:, :, None], segment_ids[:, None, :]

@@ -132,7 +132,7 @@ def _input_knob(stage: InputStage, where: str) -> str:
         advice.append("write it in TensorFlow: Python (tf.numpy_function, tf.py_function) runs one call at a time")
     if stage.kind.endswith(("Map", "MapAndBatch")):
         advice.append("map before .cache() if it is not random, so that it runs once")
-        advice.append("`tfgpu data serve --workers 4` and pipeline(service=...) to use the CPUs of more machines")
+        advice.append("`tfgpu data serve --workers 4` and data.load(service=...) to use the CPUs of more machines")
     elif "Shuffle" in stage.kind:
         advice.append("shuffle names or indices, before .map() decodes them")
     else:
@@ -304,7 +304,7 @@ def unsharded_input(seen: Seen) -> list[Finding]:
         if seen.shares["input"] < WORTH:
             return []
         text = f"Each of {around.workers} workers prepares all rows and trains on one in {around.workers}."
-        knob = "`tfgpu data serve --workers 4`, and pipeline(service=...): rows are prepared once for all workers."
+        knob = "`tfgpu data serve --workers 4`, and data.load(service=...): rows are prepared once for all workers."
     else:
         text = (
             f"{around.workers} workers train, and no stage shards this worker's input: unless you divide the files "
