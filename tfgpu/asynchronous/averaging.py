@@ -3,7 +3,7 @@
 Example:
     >>> import keras, numpy as np, tfgpu
     >>> from tfgpu.asynchronous import averaging
-    >>> strategy = tfgpu.strategy("averaging", every=2)
+    >>> strategy = tfgpu.strategies.averaging(every=2)
     >>> with strategy.scope():
     ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")

@@ -17,8 +17,8 @@ _HIDDEN = ("epoch_time_s",)
 class Progress(keras.callbacks.Callback):
     """Shows a progress bar, as `fit(verbose=1)`, but updates it once per block of steps instead of every batch.
 
-    The bar shows metrics and remaining time; each finished epoch prints one line. If the output is no terminal (a log file,
-    a scheduler), it prints only the line per epoch.
+    The bar shows metrics and remaining time; each finished epoch prints one line. Without a terminal (a log file, a
+    scheduler) it prints only the line per epoch.
 
     Args:
         console: where to write; None writes to standard output.

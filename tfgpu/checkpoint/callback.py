@@ -65,7 +65,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     Example:
         >>> import tfgpu
-        >>> with tfgpu.strategy("one_device").scope():
+        >>> with tfgpu.strategies.one_device().scope():
         ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         >>> x = keras.ops.ones((4, 1))

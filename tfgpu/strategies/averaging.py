@@ -55,7 +55,7 @@ def averaging(
         MachineError: on workers, after TensorFlow has started its devices.
 
     Example:
-        strategy = tfgpu.strategy("averaging", every=16, after=500)
+        strategy = tfgpu.strategies.averaging(every=16, after=500)
 
     Sources: Stich, "Local SGD converges fast and communicates little", 2018 (https://arxiv.org/abs/1805.09767); Lin et
     al., "Don't use large mini-batches, use local SGD", 2018 (https://arxiv.org/abs/1808.07217); Douillard et al.,

@@ -89,7 +89,7 @@ def gather(x: tf.Tensor) -> tf.Tensor:
 
     Returns:
         [rows of the batch, ...], in the batch's order; `x` itself on one device, and where replicas do not communicate
-        (`tfgpu.strategy("averaging")`).
+        (`tfgpu.strategies.averaging()`).
 
     Raises:
         InputError: a scalar; or a `strategy.run` without distributed arguments, or a condition, loop or tf.function in

@@ -97,7 +97,7 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
     Returns:
         The sum over all replicas' rows; `value` itself on one device and outside a step (of `fit`, `evaluate` or a
         `strategy.run` by hand). With
-        `tfgpu.strategy("averaging")`, where replicas do not communicate in a step, an estimate: this replica's sum
+        `tfgpu.strategies.averaging()`, where replicas do not communicate in a step, an estimate: this replica's sum
         divided by its share of the batch.
 
     Example:

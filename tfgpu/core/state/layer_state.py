@@ -24,7 +24,7 @@ values together when it is read outside); of Keras's layers whose state is alike
 SpectralNormalization, seed generators) or belongs to single rows (a stateful RNN's); within `tf.cond`, `tf.while_loop`
 or another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
 
-Between two averagings (`tfgpu.strategy("averaging")`) an average stays each replica's own, and is averaged with the
+Between two averagings (`tfgpu.strategies.averaging()`) an average stays each replica's own, and is averaged with the
 weights.
 
 A statistic that is no mean and no sum cannot be told from one. The running sum `x = 0.9 x + 0.1 sum(rows)`, say, needs

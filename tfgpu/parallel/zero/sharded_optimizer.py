@@ -46,7 +46,7 @@ def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras
 
     Example:
         >>> import tfgpu
-        >>> with tfgpu.strategy("mirrored").scope():
+        >>> with tfgpu.strategies.mirrored().scope():
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
         >>> model = shard(model, stage=2)
         >>> model.compile("adam", "mse")
@@ -134,8 +134,8 @@ def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     if not replication.is_replicated(strategy):
         raise InputError(
             "`parallel.shard` shards over replicas, and this model has none. Make it in the scope of "
-            "`tfgpu.strategy('mirrored')` or `tfgpu.strategy('multi_worker')`; to offload from one device, of "
-            "`tfgpu.strategy('mirrored', devices=['GPU:0'])`."
+            "`tfgpu.strategies.mirrored()` or `tfgpu.strategies.multi_worker()`; to offload from one device, of "
+            "`tfgpu.strategies.mirrored(devices=['GPU:0'])`."
         )
     if replication.local_training_of(strategy) is not None:
         raise InputError("Replicas of `averaging` each need a whole optimizer. Use `mirrored` or `multi_worker`.")
