@@ -23,7 +23,7 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Call
     Example:
         >>> import tfgpu.data
         >>> __getattr__, __dir__, __all__ = on_first_use("tfgpu.data", tfgpu.data.__file__)
-        >>> __getattr__("pipeline").__module__
+        >>> __getattr__("load").__module__
         'tfgpu.data.batches'
     """
     places = _places(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
