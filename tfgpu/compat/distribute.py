@@ -224,6 +224,16 @@ def next_batch(iterator: tf.distribute.DistributedIterator) -> tuple[tf.Tensor, 
     return input_lib._calculate_replicas_with_values(strategy, workers, optionals) > 0, get_value
 
 
+def pieces_of(distributed: tf.distribute.DistributedDataset) -> tf.data.Dataset:
+    """What this worker reads of a dataset that `experimental_distribute_dataset` has distributed: a piece a replica."""
+    return distributed._cloned_datasets[0]
+
+
+def set_pieces(distributed: tf.distribute.DistributedDataset, pieces: tf.data.Dataset) -> None:
+    """Replaces what this worker reads of a distributed dataset; the new pieces must have the spec of the old ones."""
+    distributed._cloned_datasets[0] = pieces
+
+
 def _value_or_placeholder(optional: tf.experimental.Optional) -> object:
     """A replica's batch, or an empty one if it has none; None stays None, which TensorFlow's own function rejects."""
     specs = tf.nest.flatten(optional.element_spec)

@@ -27,16 +27,21 @@ class Ranges:
     Attributes:
         shards: number of each local replica's shard, in the order of the devices.
         count: shards of a batch, which is the number of all replicas.
+        is_even: whether shards differ by at most one row. Else all have as many rows as the first, until none is left,
+            as TensorFlow cuts a batch.
 
     Example:
         >>> Ranges((1, 3), 4).pieces(6)  # shards of 2, 2, 1 and 1 rows
         [(2, 2), (5, 1)]
         >>> Ranges((1, 3), 4).pieces(2)
         [(1, 1), (0, 1)]
+        >>> Ranges((1, 3), 4, is_even=False).pieces(5)  # shards of 2, 2, 1 and 0 rows
+        [(2, 2), (0, 1)]
     """
 
     shards: tuple[int, ...]
     count: int
+    is_even: bool = True
 
     def pieces(self, total: int | tf.Tensor) -> list[tuple]:
         """For each shard, the first of its rows and their number.
@@ -45,9 +50,22 @@ class Ranges:
             total: rows of the batch, a number or an integer scalar; the pieces are of the same kind, tensors of int32.
         """
         if isinstance(total, int):
-            return [_piece(total, at, self.count) for at in self.shards]
-        found = [uneven_range(tf.cast(total, tf.int32), tf.constant(at), self.count) for at in self.shards]
-        return [(offset, held) for _, _, offset, held in found]
+            found = [_piece(total, at, self.count, self.is_even) for at in self.shards]
+            return [(start, rows) if rows else (0, min(1, total)) for start, rows in found]
+        total, numbers = tf.cast(total, tf.int32), [tf.constant(at) for at in self.shards]
+        if self.is_even:
+            return [uneven_range(total, at, self.count)[2:] for at in numbers]
+        found = [(_stock_rows(total, at, self.count), at * -(-total // self.count)) for at in numbers]
+        return [(tf.where(rows > 0, at, 0), tf.minimum(tf.maximum(rows, 1), total)) for rows, at in found]
+
+    def own(self, total: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """For each shard, where it begins among the worker's rows, and its rows without one that stands in: int32."""
+        total, found, before = tf.cast(total, tf.int32), [], tf.constant(0)
+        for at, (_, held) in zip(map(tf.constant, self.shards), self.pieces(total), strict=True):
+            rows = uneven_range(total, at, self.count)[0] if self.is_even else _stock_rows(total, at, self.count)
+            found.append((before, rows))
+            before += held
+        return found
 
     def rows(self, total: int | tf.Tensor) -> int | tf.Tensor:
         """How many rows the worker makes of a batch of `total` rows."""
@@ -111,10 +129,18 @@ def of(dataset: tf.data.Dataset) -> WorkerRows | None:
     return slots.get(dataset, "worker_rows")
 
 
-def _piece(total: int, at: int, count: int) -> tuple[int, int]:
+def _piece(total: int, at: int, count: int, is_even: bool) -> tuple[int, int]:
+    if not is_even:
+        most = -(-total // count)
+        return at * most, max(0, min(most, total - at * most))
     rows = total // count + (at < total % count)
-    start = at * (total // count) + min(at, total % count)
-    return (start, rows) if rows else (0, min(1, total))
+    return at * (total // count) + min(at, total % count), rows
+
+
+def _stock_rows(total: tf.Tensor, at: tf.Tensor, count: int) -> tf.Tensor:
+    """Rows of shard number `at` as TensorFlow cuts a batch of `total` rows."""
+    most = -(-total // count)
+    return tf.maximum(0, tf.minimum(most, total - at * most))
 
 
 def first_rows(parts: Sequence, rows: int):

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from tfgpu.core.dealing import sharing
-from tfgpu.core.feed import sharded_dataset
+from tfgpu.core.feed import by_hand, sharded_dataset
 from tfgpu.core.randomness import data_order
 from tfgpu.repairs.repair import Repair
 
@@ -24,6 +24,7 @@ def order_depends_on_the_process() -> bool:
 
 def _shard_and_deal() -> None:
     sharded_dataset.shard_batches()
+    by_hand.make_own_rows()
     sharing.share_python_data()
 
 

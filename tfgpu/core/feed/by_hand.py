@@ -1,0 +1,82 @@
+"""`strategy.experimental_distribute_dataset` on several workers: each makes its rows of each batch alone.
+
+TensorFlow lets every worker make whole batches, cuts each into one piece per replica and drops those of the other
+workers. Where a dataset can be cut early, the pieces are made from the worker's own rows instead: the same pieces, also
+of a smaller last batch. What is distributed stays TensorFlow's own `DistributedDataset`.
+"""
+
+import functools
+import re
+
+import tensorflow as tf
+
+from tfgpu.compat import distribute
+from tfgpu.compat import tensorflow as private
+from tfgpu.compat.patch import wrap
+from tfgpu.core import replication, worker_rows
+from tfgpu.core.batch_sharding import ranges_of
+from tfgpu.core.feed import early_cut
+from tfgpu.core.worker_rows import Ranges, WorkerRows
+
+_POLICIES = tf.data.experimental.AutoShardPolicy
+_READERS = re.compile(r"_?(ArrayRecord|FixedLengthRecord|RecordIO|SSTable|TextLine|TFRecord)Dataset(V\d)?")
+"""Stages whose files TensorFlow deals to the workers under the policy AUTO."""
+
+
+def make_own_rows() -> None:
+    """Lets each worker make its own pieces of the data that a script distributes."""
+
+    @wrap("tf.distribute.Strategy.experimental_distribute_dataset")
+    def experimental_distribute_dataset(stock, self, dataset, options=None):
+        distributed = stock(self, dataset, options)
+        if tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset) and replication.spans_processes(self):
+            if distribute.num_workers(self) > 1 and _is_cut_by_rows(dataset):
+                spec = distribute.pieces_of(distributed).element_spec
+                if (pieces := own_pieces(dataset, ranges_of(self), spec)) is not None:
+                    distribute.set_pieces(distributed, pieces)
+        return distributed
+
+
+def own_pieces(dataset: tf.data.Dataset, ranges: Ranges, spec: object) -> tf.data.Dataset | None:
+    """One worker's pieces of each batch, one after another, as TensorFlow cuts them; None if it must make all rows.
+
+    Args:
+        dataset: of whole batches.
+        ranges: the worker's.
+        spec: of a piece.
+    """
+    if not all(isinstance(each, tf.TensorSpec) and each.shape.rank for each in tf.nest.flatten(spec)):
+        return None
+    ranges = Ranges(ranges.shards, ranges.count, is_even=False)
+    found: WorkerRows | None = worker_rows.of(dataset) or early_cut.rows_of(dataset, ranges)
+    if found is None:
+        return None
+    made = found.make(ranges).flat_map(functools.partial(_parted, ranges, spec))
+    made = made.prefetch(len(ranges.shards)).with_options(dataset.options())
+    return made if made.element_spec == spec else None
+
+
+@tf.autograph.experimental.do_not_convert
+def _parted(ranges: Ranges, spec: object, rows: object, total: tf.Tensor) -> tf.data.Dataset:
+    starts, sizes = zip(*ranges.own(total), strict=True)
+
+    @tf.autograph.experimental.do_not_convert
+    def piece(start, size):
+        return tf.nest.map_structure(
+            lambda value, each: tf.ensure_shape(value[start : start + size], each.shape), rows, spec
+        )
+
+    return tf.data.Dataset.from_tensor_slices((list(starts), list(sizes))).map(piece)
+
+
+def _is_cut_by_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether TensorFlow shards the dataset by rows of its batches, not by files."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return policy == _POLICIES.DATA or (policy == _POLICIES.AUTO and not _reads_files(dataset))
+
+
+def _reads_files(dataset: tf.data.Dataset) -> bool:
+    kinds = {type(dataset).__name__}.union(
+        *(private.operations_of(f.function.graph) for f in private.functions_of(dataset))
+    )
+    return any(map(_READERS.fullmatch, kinds)) or any(map(_reads_files, private.sources_of(dataset)))
