@@ -121,3 +121,14 @@ def test_a_name_of_the_greatest_length(tmp_path):
     path = tmp_path / ("n" * 255)
     atomic.write_text(path, "text")
     assert path.read_text() == "text"
+
+
+def test_what_is_no_file_is_written_in_place(tmp_path):
+    """`--json /dev/stdout` prints, where the output is a pipe or a file."""
+    code = "from tfgpu import atomic; atomic.write_text('/dev/stdout', 'shown\\n'); atomic.write_text('/dev/null', 'x')"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert piped.stdout == "shown\n"
+    with open(tmp_path / "log", "w") as log:
+        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
+    assert (tmp_path / "log").read_text() == "shown\n" and os.listdir(tmp_path) == ["log"]
+    assert not os.path.isfile("/dev/null")

@@ -68,7 +68,7 @@ def put(aside: Path, target: Path) -> None:
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
-    """Makes or replaces a file.
+    """Makes or replaces a file. What is no file, such as `/dev/stdout` or a pipe, is written to in place.
 
     Args:
         path: the file; its folder exists.
@@ -77,6 +77,9 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
+    if _is_stream(Path(path)):
+        Path(path).write_bytes(content)
+        return
     with replacing(path, suffix=".part") as aside:  # a pattern such as *.json must not find it
         aside.write_bytes(content)
 
@@ -97,6 +100,14 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path names a device, a pipe or an open file of this process."""
+    folder = os.path.realpath(path.parent)
+    return (
+        folder == "/dev" or folder.startswith("/proc/") or (path.exists() and not path.is_file() and not path.is_dir())
+    )
 
 
 def _replace_folder(aside: Path, target: Path) -> None:

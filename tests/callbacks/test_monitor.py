@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tfgpu
 from tfgpu.callbacks import Monitor
-from tfgpu.core.step_blocks import needs_every_batch
+from tfgpu.core import input_stats, step_blocks
 from tfgpu.errors import InputError, MachineError
 from tfgpu.sensors import table
 
@@ -57,7 +57,8 @@ def test_a_table_of_samples_and_one_of_epochs(tmp_path):
     assert not alive() and sorted(os.listdir(tmp_path)) == ["monitor-epochs-worker0.csv", "monitor-worker0.csv"]
 
 
-def test_blocks_are_as_long_as_without_it_and_the_result_is_the_same(tmp_path):
+def test_blocks_are_as_long_as_without_it_and_the_result_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_blocks, "BLOCK_S", 3600.0)  # blocks grow however slow the machine is
     lengths, weights = {}, {}
     for name in ("with", "without"):
         keras.utils.set_random_seed(1)
@@ -73,38 +74,28 @@ def test_blocks_are_as_long_as_without_it_and_the_result_is_the_same(tmp_path):
         callbacks = [Monitor(tmp_path), Lengths()] if name == "with" else [Lengths()]
         model.fit(x, x[:, :1], batch_size=7, verbose=0, callbacks=callbacks)
         lengths[name], weights[name] = found, model.get_weights()
-    # A hundred steps; how soon blocks grow is for the machine to say.
-    assert len(lengths["with"]) <= 12 and len(lengths["without"]) <= 12, lengths
+    assert lengths["with"] == lengths["without"] and len(lengths["with"]) <= 8, lengths  # a hundred steps
     for one, other in zip(weights["with"], weights["without"], strict=True):
         np.testing.assert_array_equal(one, other)
-    assert not needs_every_batch(Monitor())
+    assert not step_blocks.needs_every_batch(Monitor())
 
 
-def slow(x, y):
-    """A dataset that needs 5 ms to read each row."""
-    waited = tf.numpy_function(lambda _: (time.sleep(0.005), np.float32(0))[1], [x[0, 0]], tf.float32)
-    with tf.control_dependencies([waited]):
-        return tf.identity(x), y
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
-def test_a_step_that_waits_for_its_data_is_limited_by_the_input(tmp_path, strategy):
-    with tfgpu.strategy(strategy).scope():
-        model = small()
-    data = tf.data.Dataset.from_tensors((tf.ones((6, 8)), tf.ones((6, 1)))).repeat(80)
-    monitor = Monitor(tmp_path, every_s=0.1)
-    model.fit(data.map(slow), epochs=2, callbacks=[monitor], verbose=0)
+@pytest.mark.parametrize(("computing_s", "wait"), [(0.0, 1.0), (3600.0, 0.0)])
+def test_a_step_that_waits_for_its_data_is_limited_by_the_input(monkeypatch, computing_s, wait):
+    """By recorded statistics: `tests/core/test_input_stats.py` has tf.data's own."""
+    monkeypatch.setattr(input_stats, "computing_s", lambda run: computing_s)
+    monitor = Monitor(every_s=0.01)
+    fit(monitor, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: until_sampled(monitor))])
     row = monitor.epochs[-1]
-    assert row["step_time_s"] > 0.005 and row["input_wait"] > 0.5, row
-    assert (row["limit"], row["examples"]) == ("input", 480)
-    ready = Monitor(every_s=0.1)
-    # A step of a millisecond or more, on a batch that is there.
-    with tfgpu.strategy(strategy).scope():
-        model = small(width=1024)
-    data = tf.data.Dataset.from_tensors((tf.ones((64, 1024)), tf.ones((64, 1)))).repeat(100)
-    model.fit(data, epochs=2, callbacks=[ready], verbose=0)
-    assert ready.epochs[-1]["input_wait"] < 0.2 and ready.epochs[-1]["limit"] != "input", ready.epochs[-1]
+    assert row["step_time_s"] > 0 and row["input_wait"] == wait and row["examples"] == 60
+    assert (row["limit"] == "input") == (wait == 1.0)
+
+
+def until_sampled(monitor):
+    """Waits for a sample of all steps so far."""
+    watcher, until = monitor._watcher, time.monotonic() + 300
+    while watcher._timed_steps and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def test_examples_are_counted_over_replicas_and_under_a_loop():
@@ -203,7 +194,7 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
         every_batch = False
 
         def on_epoch_end(self, epoch, logs=None):
-            limit_s, text = time.monotonic() + 60, ""
+            limit_s, text = time.monotonic() + 300, ""
             while f'tfgpu_epoch{{worker="0"}} {epoch + 1}' not in text and time.monotonic() < limit_s:
                 time.sleep(0.05)
                 with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=300) as answer:
@@ -283,7 +274,7 @@ import tfgpu
 tfgpu.repair_keras()
 from tfgpu.callbacks import Monitor
 def samples(count=3):
-    path, end = os.path.join(sys.argv[1], "monitor-worker0.csv"), time.monotonic() + 30
+    path, end = os.path.join(sys.argv[1], "monitor-worker0.csv"), time.monotonic() + 300
     def rows():
         return len(open(path).readlines()) if os.path.exists(path) else 0
     least = rows() + count
@@ -497,8 +488,9 @@ def test_a_coordinator_watches_its_machine(tmp_path, together):
 
 def test_the_cost_is_counted():
     monitor = Monitor(every_s=0.05)
+    before = time.process_time()
     fit(monitor, epochs=20)
-    assert 0 < monitor.cost_s < 5
+    assert 0 < monitor.cost_s <= time.process_time() - before
 
 
 def test_expensive_samples_are_taken_less_often(monkeypatch, tmp_path):

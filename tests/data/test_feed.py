@@ -130,7 +130,9 @@ spec = EpochSpec(examples, order, 16, 2, lambda e, p, x, y: x)
 read = feed.batches(spec, counter.epochs(), feed.Feed(parallel_calls=4))
 iterator = iter(read)
 first = next(iterator)
-time.sleep(1.0)
+until = time.monotonic() + 250
+while (most < 2 or begun < 5) and time.monotonic() < until:
+    time.sleep(0.05)
 print(most, begun, counter.next)
 """
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"
 SMALL = Path(__file__).parent / "small.py"
 PATIENCE_S = 900
-LAUNCH_S = 240
+LAUNCH_S = 600
 # Where a training can be, and what `train.py` writes when it comes there.
 BEGINS = {"start": b"S", "mid-epoch": b"E", "validation": b"V", "between epochs": b"B", "save": b"W"}
 
@@ -327,7 +327,7 @@ class Launched:
         return found
 
     @staticmethod
-    def gone(pid: int, within_s: float) -> float:
+    def gone(pid: int, within_s: float = PATIENCE_S) -> float:
         """Waits for a process's end; when that was."""
         until = time.monotonic() + within_s
         while Path(f"/proc/{pid}").exists():

@@ -15,7 +15,6 @@ import pytest
 SERVER = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 IP = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 NET = "198.18.77"  # of a range that is kept for tests (RFC 2544)
-LIMIT_S = 10.0  # TensorFlow's own, after which a worker without heartbeats is lost
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -122,8 +121,8 @@ def test_a_lost_network_ends_the_others_and_all_start_again(lost, tmp_path, netw
     pids = [middle[its][1] for its in (0, 1)]
     network.link(lost, "down")
     lost_at = time.monotonic()
-    left_at = cut.gone(pids[1 - rank], LIMIT_S + 15)
-    gone_at = cut.gone(pids[rank], LIMIT_S + 15)
+    left_at = cut.gone(pids[1 - rank])
+    gone_at = cut.gone(pids[rank])
     ended_at = cut.said_at("Attempt 2 starts")
     said = cut.said
     time.sleep(15)  # so that the second attempt fails, too

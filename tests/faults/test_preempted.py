@@ -49,6 +49,6 @@ def test_sigterm_to_the_launcher_ends_it_with_75_and_the_same_command_resumes(tm
     epoch, step = newest(run)
     assert epoch == 1 and step == steps(run)[-1] < 24
     for pid in {pid for _, pid in run.events("start")}:
-        run.gone(pid, 5)
+        run.gone(pid)
     again = launched(tmp_path / "launcher")
     assert same_bytes(whole, again.finish())

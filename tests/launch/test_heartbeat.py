@@ -67,7 +67,7 @@ def test_a_missing_folder_is_reported_once_and_ends_nothing(tmp_path, caplog):
     folder = tmp_path / "later"
     heart = folder / "heart"
     end = heartbeat.beat(heart, period_s=0.02)
-    time.sleep(0.3)
+    assert wait_for(lambda: any("heartbeat" in record.message for record in caplog.records))
     folder.mkdir()
     assert wait_for(heart.exists)
     end.set()

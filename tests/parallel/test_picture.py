@@ -42,6 +42,19 @@ def sleeping(path, schedule: str, stages: int, microbatches: int, devices: int, 
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def idle_at_leisure(found: list, stages: int, devices: int) -> float:
+    """The idle share of the recorded orders on a machine where a forward pass takes 1 and a backward pass 2."""
+    ends, free, barrier, busy = {}, dict.fromkeys(range(devices), 0), 0, 0
+    for stage, micro, back, device, again, *_ in sorted(found, key=lambda one: (one[4], one[5])):
+        if again and not barrier:
+            barrier = max(ends.values())  # the second pass begins with the losses of the first
+        cell, length = Cell(stage, micro, back), 2 if back else 1
+        ready = [ends[need, again] for need in needs(cell, stages) if (need, again) in ends]
+        ends[cell, again] = free[device] = max([free[device], barrier if again else 0, *ready]) + length
+        busy += length
+    return 1 - busy / (devices * max(free.values()))
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -58,7 +71,7 @@ def test_what_is_drawn_is_what_the_schedule_says(tmp_path, schedule, stages, mic
     ends = {(Cell(s, m, back), again): end for s, m, back, _, again, _, end in found}
     latest = dict.fromkeys(range(devices), 0.0)
     for stage, micro, back, device, again, start, end in found:  # by their starts
-        cell, tolerance = Cell(stage, micro, back), 0.1 * seconds
+        cell, tolerance = Cell(stage, micro, back), 0.5 * seconds
         assert device == stage % devices
         assert start >= latest[device] - 0.001, "two cells on one device at once"
         latest[device] = end
@@ -66,11 +79,8 @@ def test_what_is_drawn_is_what_the_schedule_says(tmp_path, schedule, stages, mic
             assert start >= ends[cell, False] - tolerance  # starts from what the first pass has kept
         else:
             assert all(start >= ends[need, again] - tolerance for need in needs(cell, stages))
-        least = (2 if back else 1) * seconds
-        assert 0.95 * least < end - start < 1.6 * least + 0.05
-    span = max(end for *_, end in found)
-    share = 1 - sum(end - start for *_, start, end in found) / (devices * span)
-    assert share == pytest.approx(idle, abs=0.05)
+        assert end - start > 0.95 * (2 if back else 1) * seconds
+    assert idle_at_leisure(found, stages, devices) == pytest.approx(idle)
     assert (tmp_path / "a.svg").read_text().count("<path") > len(found)
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 CODE = """
-import json, os, time
+import json, os, sys, time
 from tfgpu import repairs
 from tfgpu.repairs import probing
 
@@ -15,23 +15,26 @@ def row(name, probe):
     return repairs.Repair(name, "", "", probe, lambda: None)
 
 rows = (row("there", lambda: True), row("gone", lambda: False), row("dies", lambda: os._exit(3)),
-        row("hangs", lambda: time.sleep(100)), row("raises", lambda: 1 / 0), row("last", probing.differs))
+        row("hangs", lambda: time.sleep(3600)), row("raises", lambda: 1 / 0), row("last", probing.differs))
 repairs.all_repairs = lambda: rows
-print(json.dumps(probing.ask(timeout_s=20)))
+print(json.dumps(probing.ask(timeout_s=float(sys.argv[1]), at_once=1)))
 print(json.dumps(probing.ask(["gone"])))
 """
 
 
 @pytest.mark.slow
 def test_each_probe_answers_for_itself():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    every, one = done.stdout.splitlines()[-2:]
+    for timeout_s in ("10", "300"):  # a busy machine gets more of them
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, timeout_s],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+            capture_output=True,
+            text=True,
+            timeout=1500,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        every, one = done.stdout.splitlines()[-2:]
+        if '"last": null' not in every:
+            break
     assert every == '{"there": true, "gone": false, "dies": null, "hangs": null, "raises": null, "last": true}'
     assert one == '{"gone": false}'

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tfgpu import atomic
 from tfgpu.cli import completion
 from tfgpu.cli.flags import pairs, with_options
 from tfgpu.cli.start import imported, start_tensorflow
@@ -249,7 +250,7 @@ def _shape(model: str, text: str | None) -> tuple[int, ...]:
 def _write(path: Path, found: list[Plan]) -> None:
     rows = [asdict(one) | {"fits": one.fits} for one in found]
     try:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        atomic.write_text(path, json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         words = f"--json {path} cannot be written: {error.strerror}. Give a file in an existing folder."
         raise InputError(words) from error

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfgpu.redact import assignments
-from tfgpu.redact.forms import FORMS, REMOVED
+from tfgpu.redact.forms import FORMS, INSTEAD, REMOVED
 from tfgpu.redact.names import is_secret
 
 _SHORTEST_VALUE = 4
@@ -66,7 +66,7 @@ class Cleaner:
             text = self._replaced("value of a secret variable", re.compile(re.escape(value)), REMOVED, text)
         text = _COLOR.sub("", text)
         for kind, form in FORMS.items():
-            text = self._replaced(kind, form, f"{REMOVED}@" if kind == "credentials in a URL" else REMOVED, text)
+            text = self._replaced(kind, form, INSTEAD.get(kind, REMOVED), text)
         return "".join(self._without_assigned(text))
 
     def clean(self, text: str) -> str:

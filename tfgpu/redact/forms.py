@@ -13,6 +13,26 @@ _PREFIXED = (
 _AWS_SECRET = (
     r"(?<![\w/+=.\-])(?=[a-z\d/+]*+[A-Z])(?=[A-Z\d/+]*+[a-z])(?=[A-Za-z/+]*+\d)[A-Za-z0-9/+]{40}(?![\w/+=.\-])"
 )
+# Options that hold a password in these programs: elsewhere `-p` is a port or a folder. All are followed by the value.
+_NEAR = r"(?![\w\-])[^\n|;&]{0,200}?(?<![\w\-])"  # further words of the same command
+_NEXT = r"(?:\\*[\"'],[\s\"'\\]*|[\s=]+)"  # to the next word, or to the next text of a list
+_BEFORE = "|".join(
+    (
+        rf"(?:mysql|mariadb|7z)[\w\-]*+{_NEAR}-p(?=[^\s\"'\\])",  # these need it attached
+        rf"(?:mysql|mariadb)[\w\-]*+{_NEAR}-p(?=['\"]\S)",
+        rf"(?:sshpass|mongo\w*+|login){_NEAR}-p{_NEXT}?",
+        rf"(?:redis-cli|https?(?= )){_NEAR}-a{_NEXT}?",
+        rf"ldap\w++{_NEAR}-w{_NEXT}",
+        rf"(?:zip|unzip|sqlcmd|bcp|ssh-keygen|mosquitto_\w++){_NEAR}-[PN]{_NEXT}?",
+        rf"htpasswd{_NEAR}-\w*b\w*+{_NEXT}\S++{_NEXT}\S++{_NEXT}",
+        r"(?:echo|printf)[ \t]++(?:-\w++[ \t]++)?(?=[^\n|]{1,200}\|[^\n|]{0,100}(?:sudo -S|stdin|passwd))",
+        rf"-p[ \t]++(?=[\"'])|-pass(?:in|out)?{_NEXT}pass:|--from-literal{_NEXT}[\w.\-]++=",
+        # user:password, user%password
+        rf"(?:-[A-Za-z]{{0,6}}[uU]{_NEXT}?|--(?:user|proxy-user|auth){_NEXT})"
+        r"\\*[\"']?(?!\d++:\d)[^\s:%/\"'\\]++[:%](?!//)",
+    )
+)
+_WORD = r"(?:(?P<quote>\\*+[\"'])(?:(?!(?P=quote))[^\n])*+(?:(?P=quote))?+|[^\s\"'|;&]++)"
 _URL_SAFE = r"[A-Za-z0-9_\-]"
 FORMS = {
     kind: re.compile(form, re.DOTALL)
@@ -24,6 +44,9 @@ FORMS = {
         "AWS key": rf"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{{12,}}\b|{_AWS_SECRET}",
         "JSON web token": rf"(?<![\w\-])eyJ{_URL_SAFE}{{8,}}+\.{_URL_SAFE}++(?:\.{_URL_SAFE}*+)?",
         "authorization": r"(?i)(?<=\bbearer )(?=[^\s]{0,200}\d)[A-Za-z0-9+/._~=\-]{8,}",
+        "password on a command line": rf"(?P<kept>(?<![\w\-])(?:{_BEFORE})){_WORD}",
         "key of Weights & Biases": r"(?<=wandb login )(?:--relogin )?[A-Za-z0-9_\-]{20,}",
     }.items()
 }
+INSTEAD = {"credentials in a URL": f"{REMOVED}@", "password on a command line": rf"\g<kept>{REMOVED}"}
+"""What replaces a form, if not `REMOVED`."""

