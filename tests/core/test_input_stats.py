@@ -21,7 +21,7 @@ def test_the_time_between_requests_excludes_the_wait_for_data():
 
     data = tf.data.Dataset.range(12).map(lambda number: tf.numpy_function(load, [number], tf.float32))
     options = tf.data.Options()
-    options.autotune.enabled = False  # nothing is made ahead: each request waits for its own batch
+    options.experimental_optimization.inject_prefetch = False  # each request waits for its own batch
     iterator = iter(data.with_options(options))
     asked, got = [], []
     for _ in range(12):

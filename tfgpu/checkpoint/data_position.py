@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfgpu.compat import slots, training
 from tfgpu.compat.keras import ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_blocks
+from tfgpu.core import extensions, step_blocks
 from tfgpu.core.randomness import data_order
 from tfgpu.repairs import trainer
 
@@ -70,10 +70,7 @@ class DataSource:
 def skip_trained_batches() -> None:
     """Makes `fit` begin where `resume_at` says."""
 
-    @wrap("TensorFlowTrainer.fit")
-    def fit(stock, self, *args, **kwargs):
-        with resumable(self):
-            return stock(self, *args, **kwargs)
+    extensions.method_calls.register(resumable, order=-1)
 
     @wrap("TensorFlowTrainer.maybe_symbolic_build")
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
@@ -223,8 +220,11 @@ def _is_in_order(adapter) -> bool:
 
 
 @contextlib.contextmanager
-def resumable(model):
+def resumable(model, name: str, arguments: dict):
     """Around a `fit`: inside, `source_of` and `resume_at` find the data that it trains on."""
+    if name != "fit":
+        yield
+        return
     forget_position(model)
     slots.of(model).training_data = None
     try:

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfgpu.compat import targets, versions
@@ -44,7 +44,8 @@ class Patch:
 class _Pending:
     """What a repair wraps while it is being applied: all of it, or nothing."""
 
-    patches: list[tuple[object, str, Callable, Patch]]
+    patches: list[tuple[object, str, Callable, Patch]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 _installed: list[Patch] = []
@@ -121,7 +122,7 @@ def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
     Args:
         is_needed: whether this version has the fault that the block repairs; called only if a target has changed.
     """
-    held = _Pending([])
+    held = _Pending()
     _pending.append(held)
     try:
         yield
@@ -130,9 +131,17 @@ def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
     if any(patch.source == "changed" for *_, patch in held.patches) and not is_needed():
         for owner, attribute, stock, _ in reversed(held.patches):
             setattr(owner, attribute, stock)
+        for undo in held.undo:
+            undo()
         return
     for *_, patch in held.patches:
         _record(patch)
+
+
+def if_not_needed(undo: Callable[[], None]) -> None:
+    """Has `undo` called if the repair that is being applied turns out not to be needed; else does nothing."""
+    if _pending:
+        _pending[-1].undo.append(undo)
 
 
 def installed() -> tuple[Patch, ...]:

@@ -9,11 +9,15 @@
   (`step_blocks.Run`).
 - `spread_layers`: `is_spread(layer)` says that a layer is on several devices, where it cannot be computed on all rows.
 - `run_observers`: `observe(strategy, function, args, kwargs)` hears of each `strategy.run` on rows, before it runs.
+- `compilations`: `around(model, arguments)` is a context around `Model.compile`, and may change its arguments.
+- `method_calls`: `around(model, name, arguments)` is a context around `fit`, `evaluate` and `predict`.
 - `verdict_listeners`: `listen(piece)` hears what was found of each piece of a step (`row_mixing.verdicts.Piece`).
 """
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
+
+from tfgpu.compat import patch
 
 T = TypeVar("T")
 
@@ -32,9 +36,11 @@ class Registry(Generic[T]):
         self._items: list[tuple[int, T]] = []
 
     def register(self, item: T, *, order: int = 0) -> T:
-        """Adds an item, before those of a higher order; returns it."""
-        self._items.append((order, item))
+        """Adds an item, before those of a higher order; returns it. What a repair adds goes if it is not needed."""
+        pair = (order, item)
+        self._items.append(pair)
         self._items.sort(key=lambda pair: pair[0])
+        patch.if_not_needed(lambda: self._items.remove(pair))
         return item
 
     def __iter__(self) -> Iterator[T]:
@@ -49,3 +55,5 @@ spread_layers: Registry = Registry()
 run_starts: Registry = Registry()
 run_observers: Registry = Registry()
 verdict_listeners: Registry = Registry()
+compilations: Registry = Registry()
+method_calls: Registry = Registry()

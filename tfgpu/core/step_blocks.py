@@ -23,6 +23,7 @@ from tfgpu.compat.callbacks import traces_batches
 from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
 from tfgpu.core import error_messages, extensions, step_context
+from tfgpu.core.state import compilation
 from tfgpu.errors import InputError
 
 MOST_STEPS = 4096
@@ -190,7 +191,8 @@ class Run:
 
 def run_in_blocks() -> None:
     """Lets the epoch iterator yield blocks of steps instead of single steps."""
-    _accept_auto()
+    compilation.let_extensions_act()
+    extensions.compilations.register(_auto)
     _track_runs()
     _yield_blocks()
     _number_last_steps()
@@ -240,39 +242,43 @@ def _function(callback, name: str):
     return getattr(hook, "__func__", hook)
 
 
-def _accept_auto() -> None:
-    @wrap("Trainer.compile")
-    def compile_model(stock, self, *args, **kwargs):
-        arguments = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-        steps = arguments.get("steps_per_execution", 1)
-        if steps == "auto":
-            arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
-        elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-            raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
-        arguments.pop("self")
-        return stock(self, **arguments)
+@contextlib.contextmanager
+def _auto(model, arguments: dict) -> Iterator[None]:
+    """Lets `compile` accept `steps_per_execution="auto"`."""
+    steps = arguments.get("steps_per_execution", 1)
+    if steps == "auto":
+        arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
+    elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+        raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
+    yield
 
 
 def _track_runs() -> None:
     for name, kind in (("fit", "train"), ("evaluate", "test"), ("predict", None)):
 
         @wrap(f"TensorFlowTrainer.{name}")
-        def method(stock, self, *args, kind=kind, **kwargs):
-            run = None
-            if kind is not None:
-                arguments = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-                callbacks = arguments.get("callbacks")
-                asked, per_batch = _asked(self, callbacks)
-                steps = step_context.current().steps_per_call
-                run = Run(self, kind, asked, steps, per_batch=per_batch, arguments=dict(arguments))
-                _take_over(run, current(), callbacks)
-                for start in extensions.run_starts:
-                    start(run)
-            exits = run.exits if run is not None else contextlib.nullcontext()
-            # Epoch iterators made elsewhere give the rows alone, as in stock Keras; those of `predict` as it says.
-            scope = step_context.scope(run=run, **({} if kind is None else {"gives_row_ranges": True}))
-            with scope, error_messages.explained(self), exits:
-                return stock(self, *args, **kwargs)
+        def method(stock, self, *args, name=name, kind=kind, **kwargs):
+            arguments = dict(inspect.signature(stock).bind(self, *args, **kwargs).arguments)
+            with contextlib.ExitStack() as surrounding:
+                for around in extensions.method_calls:
+                    surrounding.enter_context(around(self, name, arguments))
+                run = None if kind is None else _begun(self, kind, arguments)
+                exits = run.exits if run is not None else contextlib.nullcontext()
+                # Epoch iterators made elsewhere give the rows alone, as in stock Keras; those of `predict` as it says.
+                scope = step_context.scope(run=run, **({} if kind is None else {"gives_row_ranges": True}))
+                with scope, error_messages.explained(self), exits:
+                    return stock(self, *args, **kwargs)
+
+
+def _begun(model, kind: str, arguments: dict[str, object]) -> Run:
+    callbacks = arguments.get("callbacks")
+    asked, per_batch = _asked(model, callbacks)
+    steps = step_context.current().steps_per_call
+    run = Run(model, kind, asked, steps, per_batch=per_batch, arguments=arguments)
+    _take_over(run, current(), callbacks)
+    for start in extensions.run_starts:
+        start(run)
+    return run
 
 
 def _take_over(run: Run, outer: Run | None, callbacks) -> None:

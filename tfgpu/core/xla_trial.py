@@ -5,14 +5,13 @@ no work is lost. The two ways differ only by rounding, unless the step draws ran
 A step that draws follows Keras's own rule (XLA on one GPU, otherwise not).
 """
 
-import inspect
+import contextlib
 import logging
 import statistics
 
 import tensorflow as tf
 
 from tfgpu.compat import slots, training
-from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, step_blocks
 from tfgpu.errors import InputError
 
@@ -28,22 +27,23 @@ _log = logging.getLogger(__name__)
 def enable_auto_jit() -> None:
     """Makes `compile(jit_compile="auto")` start a trial; the default stays Keras's own rule."""
 
-    @wrap("Trainer.compile")
-    def compile_model(stock, self, *args, **kwargs):
-        asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile")
+    @extensions.compilations.register
+    @contextlib.contextmanager
+    def around_compile(model, arguments):
+        asked = arguments.get("jit_compile")
         if asked not in (None, False, True, "auto"):
             raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
-        is_prevented = any(prevents(self) for prevents in extensions.xla_obstacles)
+        is_prevented = any(prevents(model) for prevents in extensions.xla_obstacles)
         if is_prevented and asked is True:
             raise InputError(
                 "XLA cannot compile a step whose layers are on several devices or gather parameters from them. "
                 "Compile with jit_compile=False."
             )
-        stock(self, *args, **kwargs)
+        yield
         if is_prevented:
-            self.jit_compile = False
-        may_try = asked == "auto" and not is_prevented and not self.run_eagerly
-        slots.of(self).tries_xla = may_try and training.supports_jit(self)
+            model.jit_compile = False
+        may_try = asked == "auto" and not is_prevented and not model.run_eagerly
+        slots.of(model).tries_xla = may_try and training.supports_jit(model)
 
 
 def trial_of(model) -> "Trial | None":

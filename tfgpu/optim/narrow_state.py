@@ -7,7 +7,6 @@ a variable, computes in float32, and is rounded once after it. Accumulated gradi
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import threading
 
@@ -20,6 +19,7 @@ from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError, unknown
 from tfgpu.optim import block_quantization
+from tfgpu.optim.extended_classes import extended
 from tfgpu.optim.parameter_groups import plain_class
 
 _log = logging.getLogger(__name__)
@@ -164,12 +164,6 @@ keras.saving.register_keras_serializable("tfgpu", "NarrowState")(
 )  # the class that files name; `from_config` makes the right subclass
 
 
-@functools.cache
-def _class_of(kind: type) -> type:
-    made = type(f"Narrow{kind.__name__}", (NarrowState, kind), {"kind": kind, "__module__": __name__})
-    return keras.saving.register_keras_serializable("tfgpu", "NarrowState")(made)
-
-
 def with_state_dtype(optimizer: keras.optimizers.Optimizer, dtype: str = "int8") -> keras.optimizers.Optimizer:
     """An optimizer like this one, whose slots (momentum, velocity, ...) take a quarter or half of the memory.
 
@@ -206,7 +200,8 @@ def with_state_dtype(optimizer: keras.optimizers.Optimizer, dtype: str = "int8")
     if isinstance(optimizer, NarrowState):
         raise InputError(f"The optimizer keeps its state in {optimizer.state_dtype} already. Give the stock one.")
     kind = type(optimizer)
-    made = kind.from_config.__func__(_class_of(kind), dict(optimizer.get_config()))
+    cls = extended(kind, NarrowState, prefix="Narrow", saved_as="NarrowState")
+    made = kind.from_config.__func__(cls, dict(optimizer.get_config()))
     made.state_dtype = dtype
     optimizers.copy_decay_exclusions(optimizer, made, [])
     return made

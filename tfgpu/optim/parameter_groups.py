@@ -6,7 +6,6 @@ scaling and averages happen outside `update_step` and are unaffected; Keras mult
 """
 
 import contextvars
-import functools
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -16,6 +15,7 @@ from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
+from tfgpu.optim.extended_classes import extended
 
 _decaying = contextvars.ContextVar("decaying", default=1.0)
 
@@ -103,14 +103,9 @@ keras.saving.register_keras_serializable("tfgpu", "Discriminative")(
 )  # the class that files name; `from_config` makes the right subclass
 
 
-@functools.cache
-def _class_of(kind: type) -> type:
-    made = type(f"Discriminative{kind.__name__}", (ParameterGroups, kind), {"kind": kind, "__module__": __name__})
-    return keras.saving.register_keras_serializable("tfgpu", "Discriminative")(made)
-
-
 def _with_factors(kind: type, config: dict, factors: Mapping[str, float]):
-    made = kind.from_config.__func__(_class_of(kind), dict(config))
+    cls = extended(kind, ParameterGroups, prefix="Discriminative", saved_as="Discriminative")
+    made = kind.from_config.__func__(cls, dict(config))
     made.factors = dict(factors)
     return made
 

@@ -10,9 +10,10 @@ coordinator adds up the closures that finished, so nothing is counted twice. Wei
 parameter servers, which apply each update as it arrives.
 """
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -83,35 +84,46 @@ def _run_steps_on_workers() -> None:
                 return function.join()
         return stock(self, logs)
 
-    @wrap("Trainer.compile")
-    def compile_model(stock, self, *args, **kwargs):
-        asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile")
-        stock(self, *args, **kwargs)
-        if is_coordinated(training.strategy_of(self)):
-            _refuse(self, asked)
-            self.jit_compile = False  # overrides Keras's own choice: XLA cannot reach another machine's variables
+    extensions.compilations.register(_around_compile, order=-1)
+
+
+@contextlib.contextmanager
+def _around_compile(model, arguments: dict) -> Iterator[None]:
+    asked = arguments.get("jit_compile")
+    yield
+    if is_coordinated(training.strategy_of(model)):
+        _refuse(model, asked)
+        model.jit_compile = False  # overrides Keras's own choice: XLA cannot reach another machine's variables
 
 
 def _explain_lost_servers() -> None:
-    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+    extensions.method_calls.register(_around_call, order=-2)
+    for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
 
         @wrap(f"TensorFlowTrainer.{name}")
-        def method(stock, self, *args, **kwargs):
-            if not is_coordinated(training.strategy_of(self)):
+        def method(stock, self, *args, name=name, **kwargs):
+            with _around_call(self, name, {}):
                 return stock(self, *args, **kwargs)
-            _refuse_callbacks(inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks"))
-            try:
-                return stock(self, *args, **kwargs)
-            except tf.errors.OpError as error:
-                gone = _explain(error, self.distribute_strategy)
-                if gone is None:
-                    raise
-                _log.debug("TensorFlow's own error:", exc_info=True)
-                remote_devices.end_at_once_after_an_error()
-                raise gone from None
-            finally:
-                for function in _remote_steps_of(self):
-                    function.stop()
+
+
+@contextlib.contextmanager
+def _around_call(model, name: str, arguments: dict) -> Iterator[None]:
+    if not is_coordinated(training.strategy_of(model)):
+        yield
+        return
+    _refuse_callbacks(arguments.get("callbacks"))
+    try:
+        yield
+    except tf.errors.OpError as error:
+        gone = _explain(error, model.distribute_strategy)
+        if gone is None:
+            raise
+        _log.debug("TensorFlow's own error:", exc_info=True)
+        remote_devices.end_at_once_after_an_error()
+        raise gone from None
+    finally:
+        for function in _remote_steps_of(model):
+            function.stop()
 
 
 class ScheduledSteps(training_state.StateProvider):

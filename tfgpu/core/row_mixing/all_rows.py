@@ -6,6 +6,7 @@ result for the whole is not what the parts say is computed from the rows of all 
 workers must find the same, since they meet where it needs all rows: nothing in a try depends on time or on the data.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, step_context
+from tfgpu.core import batch_rows, extensions, step_context
 from tfgpu.core.row_mixing import captures, choices, gathering, row_sums, step_recorder, verdicts
 from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
@@ -102,12 +103,13 @@ def _hold_loss_classes() -> None:
         _take_hold_of(type(self))
         stock(self, *args, **kwargs)
 
-    @wrap("Trainer.compile")
-    def compile_model(stock, self, optimizer="rmsprop", loss=None, *args, **kwargs):
-        for each in keras.tree.flatten(loss):
+    @extensions.compilations.register
+    @contextlib.contextmanager
+    def around_compile(model, arguments):
+        for each in keras.tree.flatten(arguments.get("loss")):
             if isinstance(each, keras.losses.Loss):
                 _take_hold_of(type(each))  # it may be older than this repair
-        stock(self, optimizer, loss, *args, **kwargs)
+        yield
 
     @wrap("Loss.__call__")
     def call_loss(stock, self, *args, **kwargs):

@@ -5,6 +5,7 @@ its rows add, as counts and sums do. A metric class that keeps something else (a
 mean) is found by a trial, as layers are; its `update_state` then gets all rows on every replica, and counts once.
 """
 
+import contextlib
 import logging
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import extensions, step_context
 from tfgpu.core.row_mixing import (
     captures,
     choices,
@@ -46,13 +47,13 @@ def give_own_metrics_all_rows() -> None:
         _take_hold_of(type(self))
         stock(self, *args, **kwargs)
 
-    @wrap("Trainer.compile")
-    def compile_model(stock, self, *args, **kwargs):
-        given = [kwargs.get("metrics"), kwargs.get("weighted_metrics"), *args]
-        for each in keras.tree.flatten(given):
+    @extensions.compilations.register
+    @contextlib.contextmanager
+    def around_compile(model, arguments):
+        for each in keras.tree.flatten([arguments.get("metrics"), arguments.get("weighted_metrics")]):
             if isinstance(each, keras.metrics.Metric):
                 _take_hold_of(type(each))  # it may be older than this repair
-        stock(self, *args, **kwargs)
+        yield
 
 
 def _take_hold_of(cls: type) -> None:

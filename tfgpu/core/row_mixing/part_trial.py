@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core.row_mixing import captures, comparison, draws, isolation, step_outputs
+from tfgpu.core.row_mixing import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.step_recorder import ROWS, Assigned, Recorder
 from tfgpu.errors import InputError
 
@@ -102,9 +102,9 @@ class Trial:
 
     def _differing(self) -> str | None:
         try:
-            passing = step_outputs.NoNumbers, CannotTry, OneCopy, *self._passing()
+            passing = comparison.NoNumbers, CannotTry, OneCopy, *self._passing()
             found = draws.judged(self._batches(), self._judged, is_last=bool, passing=passing)
-        except step_outputs.NoNumbers as error:
+        except comparison.NoNumbers as error:
             refused = CannotTry(str(error))
             refused.is_of_outputs = True
             raise refused from None
@@ -222,7 +222,7 @@ class Trial:
             return False
         for at, value in enumerate(whole.outputs):
             found = [part.outputs[at] for part in parts]
-            has_rows = step_outputs.have_rows(value, found, [each.stop - each.start for each in parts])
+            has_rows = comparison.grows_with_rows(value, found, [each.stop - each.start for each in parts])
             if len(parts) > 1:
                 self._have_rows = [*self._have_rows[:at], has_rows, *self._have_rows[at + 1 :]]
             together = [np.concatenate(found)] if has_rows else found

@@ -24,7 +24,6 @@ from tfgpu.core.row_mixing import (
     comparison,
     row_sums,
     shard_trial,
-    step_outputs,
     verdicts,
 )
 from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches, given_rows
@@ -218,7 +217,7 @@ class _Question:
     def _way(self, error: CannotTry) -> str:
         """The strategy's `unproven`; predictions that cannot travel are computed by rows."""
         way = slots.get(self._model.distribute_strategy, "unproven", "gather")
-        is_of_outputs = error.is_of_outputs or not step_outputs.can_travel(self._spec)
+        is_of_outputs = error.is_of_outputs or not comparison.can_travel(self._spec)
         must_stay = self._step_function == self._model.predict_step and is_of_outputs
         return "warn" if way == "gather" and must_stay else way
 
@@ -306,7 +305,7 @@ class _StepTrial(Trial):
             scope.noting(),
         ):
             if self._predicts:
-                found.outputs = step_outputs.as_numbers(self._step(rows))
+                found.outputs = comparison.as_numbers(self._step(rows))
             for _ in range(0 if self._predicts else self._calls):
                 found.logs += self._logs(rows)
         return found

@@ -5,13 +5,12 @@ stop after that step, as one device would; set by some, all stop after the next 
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tfgpu.compat import training
 from tfgpu.compat.keras import CallbackList
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_blocks
+from tfgpu.core import extensions, step_blocks
 from tfgpu.core.workers import ledger, sentences, user_line, watch
 from tfgpu.core.workers.ledger import Ledger
 
@@ -34,15 +33,13 @@ def of(model) -> Ledger | None:
 
 
 @contextlib.contextmanager
-def together(model, name: str, stock: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
+def together(model, name: str, arguments: dict) -> Iterator[None]:
     """A call that all workers make together.
 
     Args:
         model: whose method is called.
         name: "fit", "evaluate" or "predict".
-        stock: the method.
-        args: its arguments, without the model.
-        kwargs: its keyword arguments.
+        arguments: its arguments, by name.
 
     Raises:
         InputError: the workers make different calls.
@@ -52,7 +49,6 @@ def together(model, name: str, stock: Callable, args: tuple, kwargs: dict) -> It
     if mine is None:
         yield
         return
-    arguments = inspect.signature(stock).bind(model, *args, **kwargs).arguments
     facts = {} if isinstance(arguments.get("callbacks"), CallbackList) else _facts(model, arguments)
     mine.meet(f"called `{name}`", facts)
     line, step, mine.step = user_line.of_thread(), mine.step, -1
@@ -86,13 +82,7 @@ def call_together() -> None:
         stock(self, *args, **kwargs)
         ledger.of(self, watch.watch)
 
-    for name in ("fit", "evaluate", "predict"):
-
-        @wrap(f"TensorFlowTrainer.{name}")
-        def method(stock, self, *args, name=name, **kwargs):
-            with together(self, name, stock, args, kwargs):
-                return stock(self, *args, **kwargs)
-
+    extensions.method_calls.register(together)
     _stop_together()
 
 

@@ -11,11 +11,10 @@ Source: V. Korthikanti et al., "Reducing Activation Recomputation in Large Trans
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfgpu.attention import blockwise
+from tfgpu.attention import blockwise, separate_masks
 from tfgpu.attention.repairs import is_enabled
 from tfgpu.compat import layers
 from tfgpu.compat.patch import wrap
@@ -25,16 +24,6 @@ from tfgpu.errors import InputError
 from tfgpu.parallel.sequence import positions, ranks
 
 
-@dataclass(frozen=True)
-class _Given:
-    """The masks of a layer's call, of this rank's positions."""
-
-    query: tf.Tensor | None
-    keys: tuple
-    pairs: tf.Tensor | None
-    is_causal: bool
-
-
 class NeedsAllPositions(Exception):
     """Attention that has no rule for parts of the sequence; the layer around it is computed on all positions."""
 
@@ -42,8 +31,9 @@ class NeedsAllPositions(Exception):
 @functools.cache
 def install() -> None:
     """Lets Keras's attention, called by a rank, see the keys and values of all."""
+    separate_masks.keepers.register(lambda layer: ranks.here() is not None)
+    separate_masks.install()
     for name in ("MultiHeadAttention", "GroupedQueryAttention"):
-        _wrap_masks(name)
         _wrap_attention(name)
 
     @wrap("nn.dot_product_attention")
@@ -57,30 +47,10 @@ def install() -> None:
         asked = more.get("flash_attention")
         if scale is None:
             scale = key.shape[-1] ** -0.5
-        given = _Given(None, (), None if mask is None else tf.cast(mask, tf.bool), is_causal)
+        given = separate_masks.masks_of(mask, is_causal)
         block = blockwise.BLOCK if (is_enabled() if asked is None else asked) else None
         cap = more.get("attn_logits_soft_cap")
         return _attend(rank, query, key, value, given, scale=scale, block=block, soft_cap=cap)
-
-
-def _wrap_masks(name: str) -> None:
-    @wrap(f"{name}.compute_attention_mask")
-    def compute_attention_mask(
-        stock,
-        self,
-        query,
-        value,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        use_causal_mask=False,
-    ):
-        if ranks.here() is None or layers.has_own_attention(self):
-            return stock(self, query, value, query_mask, value_mask, key_mask, attention_mask, use_causal_mask)
-        keys = tuple(tf.cast(mask, tf.bool) for mask in (value_mask, key_mask) if mask is not None)
-        pairs = None if attention_mask is None else tf.cast(attention_mask, tf.bool)
-        return _Given(None if query_mask is None else tf.cast(query_mask, tf.bool), keys, pairs, use_causal_mask)
 
 
 def _wrap_attention(name: str) -> None:
@@ -92,10 +62,7 @@ def _wrap_attention(name: str) -> None:
         gives_scores = args[0] if args else more.get("return_attention_scores", settings.gives_scores)
         if gives_scores or query.shape.rank != 4 or query.shape[2] != key.shape[2]:
             raise NeedsAllPositions
-        given = attention_mask
-        if not isinstance(given, _Given):
-            pairs = None if attention_mask is None else tf.cast(attention_mask, tf.bool)
-            given = _Given(None, (), pairs, more.get("use_causal_mask", False))
+        given = separate_masks.masks_of(attention_mask, more.get("use_causal_mask", False))
         is_flash = is_enabled() if settings.flash is None else settings.flash
         dropout = None
         if settings.dropout and training:
@@ -119,7 +86,7 @@ def _attend(
     query,
     key,
     value,
-    given: _Given,
+    given: blockwise.Masks,
     *,
     scale,
     block,
@@ -131,6 +98,7 @@ def _attend(
     """[batch, queries, heads, size]: a rank's queries over the keys of all.
 
     Args:
+        given: the masks of this rank's positions.
         block: queries in a block; None takes all of the part at once.
     """
     length = rank.group.length
@@ -139,7 +107,7 @@ def _attend(
     brought = rank.meet(_to_all, (key, value, list(given.keys), _of_keys(given.pairs, rank)))
     keys, values, key_masks, pairs = brought
     masks = blockwise.Masks(
-        queries=given.query,
+        queries=given.queries,
         keys=tuple(tf.concat(list(each), 1) for each in zip(*key_masks, strict=True)),
         pairs=_pairs(given.pairs, pairs, rank),
         is_causal=given.is_causal,
@@ -202,9 +170,9 @@ def _to_all(brought: list) -> list:
 
 def _of_keys(pairs: tf.Tensor | None, rank: ranks.Rank) -> tf.Tensor | None:
     """A mask of this rank's keys alone, the same for all queries, as [batch, keys]; None for other masks."""
-    if pairs is None or pairs.shape.rank < 3 or pairs.shape[-2] != 1 or pairs.shape[-1] != rank.group.length:
+    if pairs is None or tuple(pairs.shape[1:3]) != (1, 1) or pairs.shape[-1] != rank.group.length:
         return None
-    return tf.reshape(pairs, [-1, rank.group.length]) if pairs.shape.rank == 3 or pairs.shape[1] == 1 else None
+    return tf.reshape(pairs, [-1, rank.group.length])
 
 
 def _pairs(own: tf.Tensor | None, of_keys: list, rank: ranks.Rank) -> tf.Tensor | None:
@@ -215,6 +183,4 @@ def _pairs(own: tf.Tensor | None, of_keys: list, rank: ranks.Rank) -> tf.Tensor 
         return tf.concat(of_keys, 1)[:, None, None, :]
     if own.shape[-1] != rank.group.length * rank.group.count or own.shape[-2] not in (1, rank.group.length):
         raise NeedsAllPositions
-    while own.shape.rank < 4:
-        own = tf.expand_dims(own, -3)
     return own

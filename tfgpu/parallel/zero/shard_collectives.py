@@ -8,6 +8,8 @@ TensorFlow ranks the replicas of a group by the names of their tasks, as text ("
 task by the links between its GPUs. `learn_ranks` asks once which replica has which rank.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import tensorflow as tf
 
@@ -123,34 +125,35 @@ def _replicas_by_rank(strategy: tf.distribute.Strategy) -> list[int]:
 
 
 def _sum_rows(strategy, column):
-    local, found = strategy.experimental_local_results(column), []
-    for at, own in enumerate(local):
-        rows = []
-        for other in local:
-            with tf.device(other.device):  # so that only the row is sent
-                rows.append(other[at])
-        with tf.device(own.device):
-            found.append(tf.add_n(rows))
-    return distribute.regroup(tuple(found))
+    return _combined(strategy, column, column, lambda rows, at: rows[at], tf.add_n)
 
 
 def _stack_rows(strategy, column, places):
-    rows, found = strategy.experimental_local_results(column), []
-    for place in strategy.experimental_local_results(places):
-        with tf.device(place.device):
-            found.append(tf.stack(rows))
-    return distribute.regroup(tuple(found))
+    return _combined(strategy, column, places, lambda row, at: row, tf.stack)
 
 
 def _exchange_rows(strategy, column, places):
-    tables, found = strategy.experimental_local_results(column), []
+    return _combined(strategy, column, places, lambda rows, at: rows[at], tf.stack)
+
+
+def _combined(strategy, column, places, piece: Callable, combine: Callable):
+    """What each replica makes, at its place, of a piece of every replica's value.
+
+    Args:
+        strategy: of the replicas.
+        column: the replicas' values.
+        places: tensors on the devices where the results are needed.
+        piece: `(value, replica)` -> what that replica gets of a value; runs where the value is, and only that is sent.
+        combine: makes the result of the pieces.
+    """
+    values, found = strategy.experimental_local_results(column), []
     for at, place in enumerate(strategy.experimental_local_results(places)):
-        rows = []
-        for table in tables:
-            with tf.device(table.device):  # so that only the row is sent
-                rows.append(table[at])
+        pieces = []
+        for value in values:
+            with tf.device(value.device):
+                pieces.append(piece(value, at))
         with tf.device(place.device):
-            found.append(tf.stack(rows))
+            found.append(combine(pieces))
     return distribute.regroup(tuple(found))
 
 
