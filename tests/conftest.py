@@ -78,7 +78,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def run_together(
-    script: str, jobs: dict[str, int], *arguments, wait_for: str = "", timeout: float = 300
+    script: str, jobs: dict[str, int], *arguments, wait_for: str = "", timeout: float = 550
 ) -> dict[str, dict]:
     """Runs `script` once a task, each with its TF_CONFIG; returns the JSON that `wait_for`'s tasks print last.
 
@@ -230,7 +230,7 @@ def compiled(tmp_path_factory):
         source = folder / f"{name}.c"
         source.write_text(code)
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, source, *options]
-        subprocess.run(command, check=True, timeout=300)
+        subprocess.run(command, check=True, timeout=550)
         source.unlink()
         return folder
 

@@ -34,7 +34,7 @@ def environ(**changes: str) -> dict[str, str]:
 
 def tfgpu(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tfgpu", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environ(**changes))
+    return subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=cwd, env=environ(**changes))
 
 
 def complaint(*words: str, cwd: Path, code: int = 2, **changes: str) -> str:
@@ -239,7 +239,7 @@ def test_wrong_input_found_by_the_library(tmp_path):
         [sys.executable, "-c", code, commands],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         cwd=tmp_path,
         env=environ(PYTHONDONTWRITEBYTECODE="1"),
     )
@@ -370,7 +370,7 @@ def test_a_run_that_left_before_its_end_ends_with_the_weights_of_one_that_did_no
     whole = tfgpu(*words, "--output", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     command = [sys.executable, "-c", LEFT_AT_THE_END, *words, "--output", "cut"]
-    left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
+    left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=550)
     assert left.returncode == 75, left.stderr
     resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
     assert resumed.returncode == 0 and resumed.stderr == "", resumed.stderr
@@ -382,7 +382,7 @@ def test_a_run_that_left_before_its_end_ends_with_the_weights_of_one_that_did_no
 @pytest.mark.slow
 def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_path):
     command = [sys.executable, "-c", LEFT_AT_THE_END, "train", *SMALL, "--epochs", "1", "--output", "cut"]
-    left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
+    left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=550)
     assert left.returncode == 75, left.stderr
     assert left.stderr.splitlines()[-1].endswith("report. Resume with: tfgpu train --resume --output cut")
     assert not (tmp_path / "cut" / "model.keras").exists()
@@ -416,7 +416,7 @@ def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number, 
     try:
         next(line for line in process.stdout if line.startswith("epoch 2/8"))
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=300)
+        _, stderr = process.communicate(timeout=550)
     finally:
         process.kill()
     assert process.returncode == code, stderr
@@ -447,7 +447,7 @@ def test_an_interrupt_while_tensorflow_starts_writes_nothing(tmp_path):
         while process.poll() is None and "tensorflow" not in maps.read_text():
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=300)
+        _, stderr = process.communicate(timeout=550)
     finally:
         process.kill()
     assert stderr == "error: Interrupted before the first step; nothing was written.\n"
@@ -480,7 +480,7 @@ def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(command, cwd=folder, env=environ(TF_CONFIG=json.dumps(place)), **pipes))
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=550) for process in processes]
     finally:
         for process in processes:
             process.kill()

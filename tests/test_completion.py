@@ -36,7 +36,7 @@ def completed(line: str, cwd: Path) -> list[str]:
     asked = {"_TFGPU_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **asked}
     done = subprocess.run(
-        [sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=300, cwd=cwd, env=environment
+        [sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=550, cwd=cwd, env=environment
     )
     assert done.stderr == "imported:\n", done.stderr
     return done.stdout.split()

@@ -14,7 +14,7 @@ from tfgpu.errors import InputError, MachineError
 def fresh(code: str) -> list[str]:
     """Runs `code` in a process whose TensorFlow has not started its devices; returns the lines it prints."""
     start = "import tensorflow as tf\nfrom tfgpu import environment\nfrom tfgpu.errors import *\n"
-    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

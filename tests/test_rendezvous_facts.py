@@ -74,7 +74,7 @@ class Pair:
             for rank in range(2)
         ]
         try:
-            said = [process.communicate(timeout=300) for process in running]
+            said = [process.communicate(timeout=550) for process in running]
         finally:
             for process in running:
                 with contextlib.suppress(ProcessLookupError):

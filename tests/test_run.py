@@ -50,7 +50,7 @@ def test_the_multi_worker_tutorial_trains_as_printed(tmp_path, addresses):
         subprocess.Popen(command, env=environ(TF_CONFIG=json.dumps(place)), **pipes) for place in (*places, {})
     ]
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=550) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -65,16 +65,16 @@ def test_the_multi_worker_tutorial_trains_as_printed(tmp_path, addresses):
 def test_the_command_hands_the_script_its_own_flags_and_its_exit_code(tmp_path):
     (tmp_path / "own.py").write_text("import sys\nprint(sys.argv, __name__)\nsys.exit(3)\n")
     command = [sys.executable, "-m", "tfgpu", "run", "own.py", "--epochs", "3", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=environ())
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=550, env=environ())
     assert (done.returncode, done.stdout.strip()) == (3, "['own.py', '--epochs', '3', '--help'] __main__")
     missing = [sys.executable, "-m", "tfgpu", "run", "nothing.py"]
-    done = subprocess.run(missing, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=environ())
+    done = subprocess.run(missing, capture_output=True, text=True, cwd=tmp_path, timeout=550, env=environ())
     assert done.returncode == 2 and "There is no script 'nothing.py'" in done.stderr
 
 
 def test_a_missing_script_is_named(tmp_path):
     command = [sys.executable, "-m", "tfgpu.run", "nothing.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=550)
     assert done.returncode != 0 and "There is no script 'nothing.py'" in done.stderr
 
 
@@ -106,7 +106,7 @@ def step(addresses, index: int) -> dict[str, str]:
 
 
 def command(*words, **changes) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, env=environ(**changes))
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=550, env=environ(**changes))
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_two_tasks_of_slurm_train_together(tmp_path, addresses):
         subprocess.Popen(words, env=environ(**{**facts, "SLURM_PROCID": str(index)}), **pipes) for index in (0, 1)
     ]
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=550) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -34,7 +34,7 @@ def top(*words, **environ):
         env={**os.environ, "COLUMNS": "100", **environ},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
 
 
@@ -183,7 +183,7 @@ def test_it_ends_and_gives_the_terminal_back(how, run):
         else:
             os.kill(terminal.process.pid, how)
         terminal.until("\x1b[?1049l")
-        assert terminal.process.wait(timeout=300) == 0
+        assert terminal.process.wait(timeout=550) == 0
         assert termios.tcgetattr(terminal.slave) == terminal.before
         assert "Traceback" not in terminal.text
     finally:
@@ -205,5 +205,5 @@ def test_other_machines(run, ssh_server):
 
 def test_whoever_reads_may_stop():
     words = " ".join(command("--json", "--every", "0.1"))
-    done = subprocess.run(f"{words} | head -n 1", shell=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(f"{words} | head -n 1", shell=True, capture_output=True, text=True, timeout=550)
     assert len(json.loads(done.stdout)) == 1 and not done.stderr

@@ -38,7 +38,7 @@ def public() -> set[str]:
 def symbols():
     pytest.importorskip("basedpyright", reason="basedpyright is not installed")
     command = [*BASEDPYRIGHT, "--verifytypes", "tfgpu", "--ignoreexternal", "--outputjson"]
-    ran = subprocess.run(command, cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=550)
     return json.loads(ran.stdout)["typeCompleteness"]["symbols"]
 
 
@@ -75,7 +75,7 @@ def test_the_pages_blocks_have_no_wrong_types(tmp_path):
         if found := FENCE.findall(page.read_text()):
             (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(found))
     command = [*BASEDPYRIGHT, "--project", str(tmp_path), "--level", "error", "--outputjson"]
-    ran = subprocess.run(command, cwd=tmp_path, env=HERE, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=tmp_path, env=HERE, capture_output=True, text=True, timeout=550)
     told = json.loads(ran.stdout)
     assert told["summary"]["filesAnalyzed"] > 20
     wrong = [
@@ -103,7 +103,7 @@ def test_a_script_is_checked_through_the_lazy_names(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*BASEDPYRIGHT, "--outputjson", str(script)]
-    ran = subprocess.run(command, cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=550)
     said = [
         (d["severity"], d["range"]["start"]["line"], d["message"]) for d in json.loads(ran.stdout)["generalDiagnostics"]
     ]

@@ -50,7 +50,7 @@ def test_parts_are_small_and_named_with_their_hashes(packed):
 @pytest.mark.slow
 def test_the_copy_beside_the_parts_installs_them(packed, tmp_path):
     command = [sys.executable, packed / "carry_wheels.py", "unpack", packed, "--venv", tmp_path / "venv"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     code = "import carried, carried_part; print(carried.VERSION + carried_part.VERSION)"
     assert subprocess.check_output([tmp_path / "venv/bin/python", "-c", code], text=True) == "2.0\n"

@@ -20,7 +20,7 @@ def test_a_checkout_beside_itself(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"^mlp +one +\d+\.\d{3} \(\d+\.\d{3} to \d+\.\d{3}\), 3 rounds$", done.stdout, re.M)

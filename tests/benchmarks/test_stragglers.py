@@ -151,7 +151,7 @@ def measured(folder: Path, name: str, *options: object) -> dict:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_tiny_run_with_stragglers(tmp_path):
     options = ("--most", 2, "--repeats", 1, "--steps", 5, "--warmup", 1, "--mean-s", 0.02, "--deviation-s", 0.01)
     found = measured(tmp_path, "stragglers", *options)
@@ -162,7 +162,7 @@ def test_a_tiny_run_with_stragglers(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_tiny_run_with_failures(tmp_path):
     found = measured(tmp_path, "failures", "--every", 5, "--kills", 1, "--mtbf-s", 1, "--step-s", 0.05)
     (run,) = found["runs"]

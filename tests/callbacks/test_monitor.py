@@ -197,7 +197,7 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
             limit_s, text = time.monotonic() + 300, ""
             while f'tfgpu_epoch{{worker="0"}} {epoch + 1}' not in text and time.monotonic() < limit_s:
                 time.sleep(0.05)
-                with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=300) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=550) as answer:
                     text = answer.read().decode()
             seen.append(text)
 
@@ -404,7 +404,7 @@ def test_two_fits_at_once_are_refused_and_a_copy_is_not():
 def test_gpus_lost_during_training(tmp_path, nvml):
     environ = {**os.environ, "LD_LIBRARY_PATH": str(nvml), "CUDA_VISIBLE_DEVICES": "0,1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", GPUS, tmp_path], env=environ, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", GPUS, tmp_path], env=environ, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = table.read(tmp_path / "monitor-epochs-worker0.csv")
@@ -442,7 +442,7 @@ print([thread.is_alive() for thread in left])
 def test_stock_keras_without_the_repairs(tmp_path):
     environ = {**os.environ, "TFGPU_REPAIR": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path], env=environ, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", ALONE, tmp_path], env=environ, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["[(2, None), (2, None)]", "[False]"]

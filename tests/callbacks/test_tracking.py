@@ -143,7 +143,7 @@ def test_a_wrong_name_and_a_missing_package():
     with pytest.raises(InputError, match="mlflow"):
         callbacks.Track("mlfow")
     code = "import sys; sys.modules['mlflow'] = None\nfrom tfgpu import callbacks; callbacks.Track('mlflow')"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=550)
     assert "pip install 'tfgpu[track]'" in ran.stderr
 
 
@@ -157,7 +157,7 @@ def test_mlflow_has_the_run(tmp_path):
     command += ["--track", "mlflow", "--project", "digits"]
     environ = {**os.environ, "MLFLOW_TRACKING_URI": place}
     for more in ([], ["--resume", "--epochs", "3"]):
-        ran = subprocess.run([*command, *more], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run([*command, *more], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=550)
         assert ran.returncode == 0, ran.stderr
     client = MlflowClient(tracking_uri=place)
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
@@ -181,7 +181,7 @@ def test_wandb_has_the_run(tmp_path):
     command = [sys.executable, "-m", "tfgpu", "train", "--epochs", "1", "--model", "mlp", "--output", "run"]
     environ = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     command += ["--track", "wandb"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=550)
     assert ran.returncode == 0, ran.stderr
     name = json.loads((tmp_path / "run" / "tracker.json").read_text())["run"]
     (record,) = tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb")

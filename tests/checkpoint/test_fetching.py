@@ -68,9 +68,9 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 def test_what_fails_on_the_chief_fails_on_all_workers(together, tmp_path):
-    answers = together(SCRIPT, {"worker": 2}, tmp_path, timeout=150)
+    answers = together(SCRIPT, {"worker": 2}, tmp_path, timeout=550)
     chief, other = answers["worker0"], answers["worker1"]
     unsaved = "InputError: The state of 'odd' contains a value of type `object`, which cannot be saved."
     assert chief["state"].startswith(unsaved) and chief["tasks"].startswith(unsaved)

@@ -189,7 +189,7 @@ def test_a_kill_while_one_is_removed_leaves_the_others_whole(tmp_path, files):
     for epoch in (1, 2, 3):
         write(tmp_path, Position(epoch))
     command = [sys.executable, "-c", REMOVES, str(tmp_path), str(files)]
-    killed = subprocess.run(command, capture_output=True, timeout=300)
+    killed = subprocess.run(command, capture_output=True, timeout=550)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert [storage.read(path).position.epoch for path in found(tmp_path)] == ([3, 1] if files < 2 else [3])
     storage.sweep(tmp_path)
@@ -220,7 +220,7 @@ with Writer() as writer:
 
 def run_out_of_room(folder: Path, *limit: str) -> str:
     command = [sys.executable, "-c", FULL, str(folder), *limit]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 1
     return done.stderr
 

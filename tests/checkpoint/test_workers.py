@@ -80,7 +80,7 @@ def alike(answers):
 def test_any_number_of_workers_and_any_stage_read_what_others_wrote(together, tmp_path):
     wrote = {}
     for workers, devices in ((2, 1), (3, 1), (1, 2)):
-        found = alike(together(LAYOUTS, {"worker": workers}, tmp_path, devices, timeout=400))
+        found = alike(together(LAYOUTS, {"worker": workers}, tmp_path, devices, timeout=550))
         wrote |= found["wrote"]
         assert len(found["read"]) >= 3 * (len(wrote) - 3)
         for case, digest in found["read"].items():
@@ -97,7 +97,7 @@ def test_workers_on_disks_of_their_own(together, tmp_path):
     """Parts go to those that lack them; where one is damaged the checkpoint before is used."""
 
     def run(epochs):
-        return alike(together(RESUMES, {"worker": 2}, tmp_path / "RANK", 1, epochs, timeout=400))
+        return alike(together(RESUMES, {"worker": 2}, tmp_path / "RANK", 1, epochs, timeout=550))
 
     assert run(2)["same"]
     for rank in (0, 1):
@@ -115,11 +115,11 @@ def test_workers_on_disks_of_their_own(together, tmp_path):
 
 
 def test_a_part_that_is_missing_is_named_and_the_checkpoint_before_used(together, tmp_path):
-    together(RESUMES, {"worker": 2}, tmp_path / "run", 1, 2, timeout=400)
+    together(RESUMES, {"worker": 2}, tmp_path / "run", 1, 2, timeout=550)
     newest = storage.found(tmp_path / "run")[0]
     (newest / "state-00002-of-00002.safetensors").unlink()
     with pytest.raises(Damaged, match="state-00002-of-00002.safetensors is missing"):
         storage.read(newest)
-    found = alike(together(RESUMES, {"worker": 2}, tmp_path / "run", 1, 3, timeout=400))
+    found = alike(together(RESUMES, {"worker": 2}, tmp_path / "run", 1, 3, timeout=550))
     assert found == {"same": True, "end": True}
     storage.read(newest)

@@ -150,7 +150,7 @@ def test_a_real_mpirun(command, tmp_path):
         pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich)")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
     done = subprocess.run(
-        [*command, sys.executable, "-c", PRINT], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ
+        [*command, sys.executable, "-c", PRINT], capture_output=True, text=True, timeout=550, cwd=tmp_path, env=environ
     )
     assert done.returncode == 0, done.stderr
     # The launcher may put two processes' lines on one.

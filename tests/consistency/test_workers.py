@@ -53,9 +53,9 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 def test_a_worker_that_drifts_is_named_on_all_and_nothing_is_saved_after(together, tmp_path):
-    answers = together(DRIFT, {"worker": 2}, tmp_path, timeout=180)
+    answers = together(DRIFT, {"worker": 2}, tmp_path, timeout=550)
     for answer in answers.values():
         message, variable, step = answer["stop"]
         assert "After step 4 of this `fit`, worker 0 and worker 1 differ from each other, first in" in message
@@ -161,9 +161,9 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_workers_that_begin_differently_are_told_so_on_all(together):
-    answers = together(BEGIN, {"worker": 2}, timeout=280)
+    answers = together(BEGIN, {"worker": 2}, timeout=550)
     expected = {
         "epochs": "The workers called `fit`, but not alike: epochs=2 on worker 0 (",
         "validation": "The workers called `fit`, but not alike: validation_data=given on worker 0 (",

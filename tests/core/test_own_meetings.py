@@ -94,11 +94,11 @@ print(json.dumps([each.tolist() for each in found]))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_workers_that_meet_in_a_step(together):
     """Two workers of two devices: the order of replicas is not the one of the batch's rows."""
     alone = trained(Gathers, tfgpu.strategy("one_device", devices=TWO[:1]))
-    answers = together(SCRIPT, {"worker": 2}, timeout=380)
+    answers = together(SCRIPT, {"worker": 2}, timeout=550)
     for found in answers.values():
         for one, other in zip(alone, found, strict=True):
             np.testing.assert_allclose(one, np.array(other), atol=2e-6, rtol=1e-5)

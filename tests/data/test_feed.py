@@ -140,7 +140,7 @@ print(most, begun, counter.next)
 @pytest.mark.slow
 def test_repeatable_operations_leave_the_input_parallel_and_ahead():
     """A stateful operation makes tf.data give up both for the whole dataset."""
-    done = subprocess.run([sys.executable, "-c", REPEATABLE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", REPEATABLE], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-2000:]
     most, begun, epochs = map(int, done.stdout.split()[-3:])
     assert most > 1 and begun > 4 and epochs == 1  # Two examples were asked for.

@@ -16,7 +16,7 @@ from tfgpu.core import worker_rows
 from tfgpu.data import load, service
 from tfgpu.errors import InputError
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def serving():
     finally:
         workers = psutil.Process(process.pid).children() if process.poll() is None else []
         process.terminate()
-        process.wait(timeout=300)
-        _, left = psutil.wait_procs(workers, timeout=300)
+        process.wait(timeout=550)
+        _, left = psutil.wait_procs(workers, timeout=550)
         assert not left
 
 

@@ -57,7 +57,7 @@ def run_workers(addresses, tmp_path, shards, *global_batches):
                 )
             )
         for process in processes:
-            _, errors = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=550)
             assert process.returncode == 0, errors[-3000:]
     finally:
         for process in processes:

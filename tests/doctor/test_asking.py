@@ -15,9 +15,9 @@ from tfgpu.doctor.facts import asking
 QUESTIONS = """
 import os, signal, subprocess, sys, time
 def hang(**_):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     open(os.environ["CHILD"], "w").write(str(child.pid))
-    time.sleep(600)
+    time.sleep(3600)
 def die(**_): os.kill(os.getpid(), signal.SIGSEGV)
 def talk(**_): sys.stdout.write("no new line"); sys.stderr.write("x" * 10**6); return {"talks": True}
 def leave(**_): raise SystemExit(4)

@@ -134,7 +134,7 @@ def test_the_script_runs_nothing_that_was_found(tmp_path):
         Check(evil, "ok", "well"),
     ]
     text = script(checks)
-    done = subprocess.run(["sh"], input=text + "echo $A\n", cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["sh"], input=text + "echo $A\n", cwd=tmp_path, capture_output=True, text=True, timeout=550)
     assert (done.stdout, done.stderr, list(tmp_path.iterdir())) == ("1\n", "", [])
     assert text.index("problem: B") < text.index("warning: A") and text.count("\nexport A=1") == 1
     assert "Nothing to fix." in script([Check("A", "ok", "well")])

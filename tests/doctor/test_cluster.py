@@ -63,7 +63,7 @@ def together(workers: list[str], environs: list[dict]) -> list[dict]:
         for index, environ in enumerate(environs)
     ]
     try:
-        return [asking.answers(process.communicate(timeout=300)[0])["cluster"] for process in running]
+        return [asking.answers(process.communicate(timeout=550)[0])["cluster"] for process in running]
     finally:
         for process in running:
             process.kill()

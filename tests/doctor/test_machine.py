@@ -146,7 +146,7 @@ def test_shared_memory_that_is_really_small(clean):
     code = f"import json; from {MODULE} import shared_memory, Path; print(json.dumps(shared_memory(Path('/'))))"
     mount = f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -c {json.dumps(code)}"
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount]
-    done = subprocess.run(command, env=asking.with_tfgpu(clean()), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=asking.with_tfgpu(clean()), capture_output=True, text=True, timeout=550)
     if done.returncode:
         pytest.skip(f"needs mounts of its own: {done.stderr.strip()}")
     assert json.loads(done.stdout) == {"bytes": 2**20, "free_bytes": 2**20}
@@ -165,7 +165,7 @@ def limited(number: int, soft: int, hard: int, environ: dict) -> dict:
         env=asking.with_tfgpu(environ),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         preexec_fn=lambda: resource.setrlimit(number, (soft, hard)),
         check=True,
     )
@@ -181,7 +181,7 @@ def test_a_process_with_few_open_files(facts, by_name, clean):
         assert check.command == f"ulimit -n {min(most, 65536)}"
         # A shell really takes the command.
         shell = subprocess.run(
-            ["sh", "-c", f"ulimit -Sn 256; {check.command} && ulimit -n"], capture_output=True, text=True, timeout=300
+            ["sh", "-c", f"ulimit -Sn 256; {check.command} && ulimit -n"], capture_output=True, text=True, timeout=550
         )
         assert int(shell.stdout) == min(most, 65536)
     facts["machine"]["limits"] = limited(resource.RLIMIT_NOFILE, 256, 512, clean())
@@ -222,7 +222,7 @@ def test_a_process_that_may_use_one_core(facts, by_name, clean):
         env=asking.with_tfgpu(clean()),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         preexec_fn=lambda: os.sched_setaffinity(0, {one}),
         check=True,
     )
@@ -277,5 +277,5 @@ def test_every_command_is_one_that_a_shell_can_read(root, facts, by_name, with_g
     checks = [check for check in by_name(facts, TF_CONFIG="{'").values()]
     text = script(checks)
     assert "sudo nvidia-smi -pm 1" in text and "remount" in text and "unset TF_CONFIG" in text
-    done = subprocess.run([shutil.which("sh"), "-n"], input=text, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([shutil.which("sh"), "-n"], input=text, capture_output=True, text=True, timeout=550)
     assert (done.returncode, done.stderr) == (0, "")

@@ -131,7 +131,7 @@ def test_the_network_between_two_processes(addresses, clean):
         command = [sys.executable, "-c", code]
         running.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
     try:
-        first, second = (json.loads(process.communicate(timeout=300)[0]) for process in running)
+        first, second = (json.loads(process.communicate(timeout=550)[0]) for process in running)
     finally:
         for process in running:
             process.kill()
@@ -182,7 +182,7 @@ def test_every_machine_is_measured(facts, clean, ssh_server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_workers_are_reached_by_ssh(ssh_server, clean):
     environ = asking.with_tfgpu(clean())
     found = selftest.launched(

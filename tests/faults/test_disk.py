@@ -13,7 +13,7 @@ import pytest
 
 from tfgpu.checkpoint import manifest, storage
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 OPTIONS = {"every_steps": 2, "pause": 0.03, "epochs": 6, "patience": 99}
 # root may write anywhere, unless it has none of its special rights.

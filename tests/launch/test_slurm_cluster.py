@@ -25,7 +25,7 @@ cluster = slurm_jobs.cluster
 def test_to_start_the_cluster_again_changes_nothing(cluster):
     before = {path.name: path.read_text() for path in cluster.glob("*.pid")}
     assert len(before) == 3
-    subprocess.run([SET_UP, "start", cluster], check=True, timeout=300)
+    subprocess.run([SET_UP, "start", cluster], check=True, timeout=550)
     assert {path.name: path.read_text() for path in cluster.glob("*.pid")} == before
 
 
@@ -151,7 +151,7 @@ def test_preemption_saves_yields_and_resumes(cluster, tmp_path, partition):
         "date +%s.%N",
     ]
     asked = time.time()
-    subprocess.run(urgent, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    subprocess.run(urgent, check=True, timeout=550, stdout=subprocess.DEVNULL)
     assert run.wait() == 0
     began = float((tmp_path / "urgent").read_text())
     again = run.times("from", 0)[1]
@@ -165,7 +165,7 @@ def test_preemption_of_a_script_that_saves_nothing_starts_over(cluster, tmp_path
     run = Run(tmp_path, script=script, options=("--exclusive",))
     run.until_counting()
     urgent = ["sbatch", "--wait", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true"]
-    subprocess.run(urgent, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    subprocess.run(urgent, check=True, timeout=550, stdout=subprocess.DEVNULL)
     assert run.wait() == 0
     assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
     assert "exit code 143" in run.log()
@@ -199,7 +199,7 @@ def test_a_lost_node_costs_no_restart(cluster, tmp_path):
     for pid in processes_of_node_2(cluster, run):
         os.kill(pid, signal.SIGKILL)
     run.until(lambda: run.facts()["Restarts"] == "1", 180)
-    subprocess.run([SET_UP, "node", cluster, "2"], check=True, timeout=300)
+    subprocess.run([SET_UP, "node", cluster, "2"], check=True, timeout=550)
     assert run.wait() == 0
     assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
     assert run.log().count("done.") == 1

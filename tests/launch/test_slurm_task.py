@@ -41,7 +41,7 @@ def start(tmp_path, script, *arguments, grace=30, silence=30):
 
 def finish(process) -> int:
     try:
-        return process.wait(timeout=300)
+        return process.wait(timeout=550)
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)

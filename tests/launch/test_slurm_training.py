@@ -88,7 +88,7 @@ def test_two_tasks_train_and_a_death_changes_nothing(cluster, undisturbed, tmp_p
     alone = [sys.executable, "-m", "tfgpu.run", "count it.py", tmp_path / "alone", "none"]
     (tmp_path / "alone").mkdir()
     environment = {**os.environ, **TRAINING, "PYTHONPATH": str(ROOT)}
-    subprocess.run(alone, check=True, cwd=tmp_path, timeout=300, env=environment)
+    subprocess.run(alone, check=True, cwd=tmp_path, timeout=550, env=environment)
     for rank in range(2):
         check_same(weights(tmp_path, f"{rank}-of-2"), undisturbed)
     for one, mine in zip(weights(tmp_path / "alone", "0-of-1"), undisturbed, strict=True):

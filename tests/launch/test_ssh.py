@@ -40,7 +40,7 @@ def test_two_nodes_run_the_script_as_one_cluster(launch, options):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_bad_exit_on_one_node_ends_the_others_and_starts_all_again(launch, options):
-    script = "up()\nif me == 'worker1' and attempt == '1': sys.exit(9)\nif attempt == '1': time.sleep(300)\n"
+    script = "up()\nif me == 'worker1' and attempt == '1': sys.exit(9)\nif attempt == '1': time.sleep(3600)\n"
     code, _, err = launch.run(script, max_restarts=1, options=options)
     assert code == 0, err
     assert "worker 1 on node2: exit code 9" in err and "1 of 1 restarts used" in err
@@ -49,7 +49,7 @@ def test_a_bad_exit_on_one_node_ends_the_others_and_starts_all_again(launch, opt
 
 @pytest.mark.processes
 def test_no_process_is_left_on_any_node_when_the_launcher_is_killed(launch, options):
-    launch.start(launch.FAMILY + "up()\ntime.sleep(300)\n", options=options)
+    launch.start(launch.FAMILY + "up()\ntime.sleep(3600)\n", options=options)
     launch.wait_for(2)
     launch.process.kill()
     launch.gone_after()
@@ -59,7 +59,7 @@ def test_no_process_is_left_on_any_node_when_the_launcher_is_killed(launch, opti
 @pytest.mark.processes
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_reach_the_nodes(launch, options, number, code):
-    launch.start("up()\ntime.sleep(300)\n", options=options)
+    launch.start("up()\ntime.sleep(3600)\n", options=options)
     launch.wait_for(2)
     launch.process.send_signal(number)
     assert launch.finish()[0] == code
@@ -69,7 +69,7 @@ def test_signals_reach_the_nodes(launch, options, number, code):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_node_whose_connection_is_lost_is_named_and_all_end(launch, options):
-    launch.start("up()\ntime.sleep(300)\n", options=options)
+    launch.start("up()\ntime.sleep(3600)\n", options=options)
     launch.wait_for(2)
     clients = [pid for pid, words in launch.left().items() if words.startswith("ssh ") and " node2 " in words]
     assert len(clients) == 1

@@ -48,7 +48,7 @@ print("the end")
 """
 
 
-def run(folder, script, *words, options=(), code=0, timeout=300):
+def run(folder, script, *words, options=(), code=0, timeout=550):
     """Runs `tfgpu profile` on a script; returns its stdout and stderr."""
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "tfgpu", "profile", *options, "script.py", *words]
@@ -275,7 +275,7 @@ def test_a_recipe_is_profiled_and_leaves_no_run(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: mlp\nglobal_batch: 16\nstrategy: one_device\n")
     command = [sys.executable, "-m", "tfgpu", "profile", "--json", "recipe.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["steps_marked_by"] == "tfgpu" and found["batch"] == 16 and found["verdict"] != "unknown"
@@ -302,7 +302,7 @@ def test_a_ready_recipe_is_a_target_by_its_name_where_nothing_else_has_it(tmp_pa
 def test_a_ready_recipe_is_profiled_by_its_name(tmp_path):
     command = [sys.executable, "-m", "tfgpu", "profile", "--json", "digits"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["steps_marked_by"] == "tfgpu" and found["verdict"] != "unknown"

@@ -53,7 +53,7 @@ def test_the_command(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     words = ["--workers", "2", "--seconds", "0.05", "--repeats", "2", "--json"]
     command = [sys.executable, "-m", "tfgpu", "bench", "input", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["workers"] == 2 and found["examples_per_s"]["worker"]["repeats"] == 2

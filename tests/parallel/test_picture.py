@@ -36,7 +36,7 @@ def sleeping(path, schedule: str, stages: int, microbatches: int, devices: int, 
     words = [sys.executable, "-c", SLEEPING, schedule, stages, microbatches, devices, seconds, path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        list(map(str, words)), cwd=path.parent, env=environment, capture_output=True, text=True, timeout=300
+        list(map(str, words)), cwd=path.parent, env=environment, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -170,7 +170,7 @@ def test_bad_input(make, path, options, message):
 def test_the_command(tmp_path, words, code, told):
     command = [sys.executable, "-m", "tfgpu", "profile", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == code, done.stderr[-2000:]
     assert told in (done.stderr if code else done.stdout)
     if not code:

@@ -320,7 +320,7 @@ def test_arguments_override_the_table():
 def tfgpu(*words, columns=200, cwd=None):
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb"}
     command = [sys.executable, "-m", "tfgpu", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=cwd, env=environment)
 
 
 SIZES = "--layers 6 --hidden 64 --heads 8 --sequence 32 --vocabulary 128".split()
@@ -360,7 +360,7 @@ def test_sizes_start_no_tensorflow():
         "try: main(sys.argv[1:])\nexcept SystemExit: print('tensorflow' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "plan", *SIZES, "--devices", "8"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, "plan", *SIZES, "--devices", "8"], capture_output=True, text=True, timeout=550
     )
     assert done.stdout.splitlines()[-1] == "False", done.stdout + done.stderr
 

@@ -292,7 +292,7 @@ def test_the_command_builds_a_model_by_its_name(tmp_path):
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     assert "mlp: 884 parameters, batches of 16, float32, adamw" in done.stdout
@@ -311,7 +311,7 @@ def peak(model: dict, batch: int, *, optimizer="sgd", policy="float32", pipeline
     environment["TF_ENABLE_ONEDNN_OPTS"] = "0"  # Where the CPU has AVX-512, oneDNN's allocator keeps what was freed.
     script = Path(__file__).with_name("peak.py")
     done = subprocess.run(
-        [sys.executable, script, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=400
+        [sys.executable, script, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])["bytes"]

@@ -279,7 +279,7 @@ def peak_of(rows: int, memory: int | str = "") -> list[int]:
     command = [sys.executable, "-c", PEAK, str(rows), str(memory)]
     freed = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "131072")  # is given back at once
     freed["TF_ENABLE_ONEDNN_OPTS"] = "0"  # With AVX-512, oneDNN's allocator keeps it.
-    done = subprocess.run(command, env={**os.environ, **freed}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env={**os.environ, **freed}, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -308,7 +308,7 @@ def test_it_saves_an_ordinary_model_and_resumes(tmp_path):
         "import sys, keras\nm = keras.saving.load_model(sys.argv[1])\nprint(m.count_params(), 'tfgpu' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "model.keras"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script, tmp_path / "model.keras"], capture_output=True, text=True, timeout=550
     )
     assert done.stdout.split() == [str(model.count_params()), "False"], done.stderr[-2000:]
     opened = keras.models.load_model(tmp_path / "model.keras")

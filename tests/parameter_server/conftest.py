@@ -45,15 +45,15 @@ class Group:
 
     def end(self, name, how=signal.SIGKILL):
         self.running[name].send_signal(how)
-        return self.running[name].wait(timeout=300)
+        return self.running[name].wait(timeout=550)
 
-    def wait(self, name, timeout=480):
+    def wait(self, name, timeout=550):
         return self.running[name].wait(timeout=timeout)
 
     def said(self, name):
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
-    def wait_for(self, name, words, timeout=480):
+    def wait_for(self, name, words, timeout=550):
         """Waits for a regular expression in what the task has printed."""
         deadline = time.monotonic() + timeout
         while not re.search(words, self.said(name)):

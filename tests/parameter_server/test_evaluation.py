@@ -68,7 +68,7 @@ def test_it_follows_a_running_training(tmp_path):
     train(tmp_path, epochs=1)
     follower.start()
     train_on(tmp_path)
-    follower.join(timeout=120)
+    follower.join(timeout=550)
     assert not follower.is_alive()
     assert [row["epoch"] for row in rows] in ([1, 2], [2])
 

@@ -139,7 +139,7 @@ def test_with_no_staleness_two_workers_give_what_one_device_gives(group):
     assert [shape for shape, _ in answer["shards"]] == [[5, 4], [6, 4]]
     assert sorted(where for _, where in answer["shards"]) == ["task:0", "task:1"]
     # The workers and servers leave by themselves once the chief is gone.
-    assert [processes.wait(name, timeout=300) for name in ("worker0", "worker1", "ps0", "ps1")] == [0] * 4
+    assert [processes.wait(name, timeout=550) for name in ("worker0", "worker1", "ps0", "ps1")] == [0] * 4
 
 
 DETERMINISTIC = (
@@ -408,7 +408,7 @@ def test_a_killed_server_ends_the_chief_and_the_checkpoint_resumes(group, tmp_pa
     while not (tmp_path / "run" / "epoch-0001" / "facts.json").is_file():
         assert processes.running["chief0"].poll() is None, processes.said("chief0")[-3000:]
     processes.end("ps1")
-    assert processes.wait("chief0", timeout=300) == 1
+    assert processes.wait("chief0", timeout=550) == 1
     last = processes.said("chief0").strip().splitlines()[-1]
     assert last.startswith("tfgpu.errors.MachineError: Parameter server 1 (127.0.0.1:"), last
     processes.kill()

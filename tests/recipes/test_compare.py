@@ -83,7 +83,7 @@ LONG = "cifar10-resnet18-with-a-long-name-lr"
 def test_the_table_tells_runs_and_columns_apart(made, tmp_path, names):
     words = ["compare", *(str(made(name, epochs=at)) for at, name in enumerate(names))]
     command, wide = [sys.executable, "-m", "tfgpu", *words], {**os.environ, "COLUMNS": "120"}
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=wide)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=550, env=wide)
     head, *lines = ran.stdout.splitlines()
     titles = re.split(r"  +", head.strip())
     assert len(set(titles)) == len(titles) and {"epochs", "epochs done"} <= set(titles), head
@@ -95,7 +95,7 @@ def test_a_folder_that_is_no_run_ends_the_command(made, tmp_path):
     (tmp_path / "none").mkdir()
     words = ["compare", str(made("a")), "none", "--output", "page.html"]
     ran = subprocess.run(
-        [sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, capture_output=True, text=True, timeout=550
     )
     assert ran.returncode == 2 and not ran.stdout and not (tmp_path / "page.html").exists()
     assert ran.stderr.count("\n") == 1 and "Not a tfgpu run: none (no config.yaml)" in ran.stderr
@@ -157,7 +157,7 @@ def test_results_as_they_are_shown(name, value, shown):
 def test_the_command_starts_no_tensorflow(made, tmp_path):
     words = ["compare", str(made("a", seed=1)), str(made("b", seed=2))]
     command = [sys.executable, "-X", "importtime", "-m", "tfgpu", *words]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=550)
     assert ran.returncode == 0 and "compare.html" in ran.stdout, ran.stderr[-2000:]
     assert (tmp_path / "compare.html").exists() and "tensorflow" not in ran.stderr
     assert "75.00%" in ran.stdout and "seed" in ran.stdout
@@ -167,7 +167,7 @@ def test_the_command_starts_no_tensorflow(made, tmp_path):
 def test_real_runs(tmp_path):
     for seed in (1, 2):
         words = ["train", "--model", "mlp", "--epochs", "2", "--seed", str(seed), "--output", f"run{seed}"]
-        subprocess.run([sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, check=True, timeout=300)
+        subprocess.run([sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, check=True, timeout=550)
     found = compare([tmp_path / "run1", tmp_path / "run2"])
     assert [run.state for run in found.runs] == ["finished"] * 2 and found.differing == {"seed": [1, 2]}
     assert not found.about and all("test_accuracy" in run.results for run in found.runs)

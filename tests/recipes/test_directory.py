@@ -163,7 +163,7 @@ def test_one_directory_has_one_run_at_a_time(finished, tmp_path):
                 "import sys; from tfgpu.recipes import directory; from tfgpu.recipes.recipe import Recipe\n"
                 f"with directory.claim(sys.argv[1], Recipe(), **{options}): pass"
             )
-            done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=300)
+            done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=550)
             assert done.returncode and "contains another run, which is still running" in done.stderr
     with directory.claim(tmp_path / "new", Recipe()):  # The lock ends with the run.
         pass

@@ -18,7 +18,7 @@ EXAMPLES = {"cifar10": "32×32×3, 10", "digits": "8×8×1, 10", "language_model
 EXAMPLES |= dict.fromkeys(LARGE, "224×224×3, 1,000")
 
 
-def dry_runs(names, folder, *words, timeout=300):
+def dry_runs(names, folder, *words, timeout=550):
     """Runs them one after another in one process, which takes seconds to start."""
     code = (
         "import sys; sys.modules['tensorflow_datasets'] = None  # a dry run starts without it\n"

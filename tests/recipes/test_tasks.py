@@ -88,7 +88,7 @@ def test_several_inputs_and_targets_by_name_open_in_stock_keras_and_are_exported
     assert {"val_kind_loss", "val_price_loss", "val_kind_accuracy"} <= result.history[-1].keys()
     file = result.run_directory / "model.keras"
     done = subprocess.run(
-        [sys.executable, "-c", STOCK, str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", STOCK, str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=550, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert np.shape(found["kind"]) == (4, 3) and np.shape(found["price"]) == (4, 1)

@@ -18,7 +18,7 @@ def python(*arguments, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
 
 

@@ -84,7 +84,7 @@ model.fit(np.ones((8, 1)), np.ones((8, 1)), batch_size=2, callbacks=[backup], ve
 
 @pytest.mark.slow
 def test_a_kill_in_the_third_backup_leaves_the_second(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=550)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     with h5py.File(tmp_path / "latest.weights.h5") as file:
         position = json.loads(file["tfgpu_position"].attrs["position"])

@@ -35,7 +35,7 @@ STUDY = ["tune", "recipe.yaml", "--output", "study"]
 
 def tfgpu(*words, cwd):
     command = [sys.executable, "-m", "tfgpu", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=550)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ ENVIRONMENT = {"WANDB_API_KEY": SECRET, "NCCL_DEBUG": "INFO"}
 def in_bash(batch, **environ):
     head = batch.partition("# Starts the tasks")[0] + 'echo "$WANDB_API_KEY $NCCL_DEBUG"; env\n'
     environ = {"PATH": os.environ["PATH"], **environ}
-    return subprocess.run(["bash", "-s"], input=head, env=environ, capture_output=True, text=True, timeout=300)
+    return subprocess.run(["bash", "-s"], input=head, env=environ, capture_output=True, text=True, timeout=550)
 
 
 def test_a_batch_file_takes_secrets_from_the_environment_of_sbatch(tmp_path):
@@ -66,7 +66,7 @@ def test_the_command_line_says_what_to_do_about_secrets(tmp_path):
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stderr

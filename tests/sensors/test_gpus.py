@@ -33,7 +33,7 @@ def ask(nvml):
             env={**away, "LD_LIBRARY_PATH": str(library)},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=550,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout)

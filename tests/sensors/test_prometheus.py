@@ -59,7 +59,7 @@ def test_any_value_can_be_parsed(row, uuid):
 
 
 def get(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=550) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
 
 

@@ -77,7 +77,7 @@ print([row["a"] for row in read(sys.argv[1])])
 
 
 def test_a_write_that_fails_in_its_middle_spoils_nothing(path):
-    done = subprocess.run([sys.executable, "-c", FULL, path], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", FULL, path], capture_output=True, text=True, timeout=550)
     assert done.stdout.splitlines() == ["No space left on device", "[1.0, 2.0, 4.0]"], done.stderr
 
 

@@ -58,7 +58,7 @@ def trained(name, optimizer=None, **options):
 def opened(*paths):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", LOADS, *map(str, paths)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-2000:]
     return [line.endswith("True") for line in done.stdout.splitlines() if line.startswith("opened")]
 
@@ -127,6 +127,6 @@ def test_what_a_run_saves_opens_without_tfgpu(tmp_path):
     for name, flags in runs.items():
         words = ["train", "digits", "--epochs", "1", "--output", str(tmp_path / name), *flags]
         command = [sys.executable, "-c", code, *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
         assert done.returncode == 0, (name, done.stderr[-2000:])
     assert opened(*(tmp_path / name / "model.keras" for name in runs)) == [name != "lars" for name in runs]

@@ -20,11 +20,11 @@ from tfgpu.tune.batches import BatchTry
 from tfgpu.tune.range_test import judged
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 SMALL = ["--model", "mlp", "--model-option", "widths=[16]"]
 
 
-def tfgpu(*words, cwd, timeout=300):
+def tfgpu(*words, cwd, timeout=550):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"}
     environ.pop("TF_CPP_MIN_LOG_LEVEL", None)  # As users have it.
     command = [sys.executable, "-m", "tfgpu", "find", *map(str, words)]
@@ -121,7 +121,7 @@ def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
     assert made["warmup_epochs"] == 2.0 and made["model_options"] == {"widths": [16]}
     train = [sys.executable, "-m", "tfgpu", "train", "--config", folder / "recipe.yaml", "--epochs", "3"]
     trained = subprocess.run(
-        train, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+        train, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=550
     )
     assert trained.returncode == 0 and "test accuracy" in trained.stdout, trained.stderr
     again = tfgpu(*words, "--output", "a/found", cwd=tmp_path)

@@ -88,7 +88,7 @@ def test_trials_get_gpus_by_uuid_and_none_that_is_lost(told, expected, nvml):
         env={**kept, "LD_LIBRARY_PATH": str(nvml), **told},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected

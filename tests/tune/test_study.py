@@ -119,9 +119,9 @@ def test_a_killed_study_resumes_and_equals_an_uninterrupted_one(tmp_path):
     kept = [json.loads(line) for line in (tmp_path / "study/journal.log").read_text().splitlines()]
     assert kept
     resumed = command("--resume", "--output", "study", "--trials", 4)
-    done = subprocess.run(resumed, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(resumed, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run(command(*words, "--output", "whole"), cwd=tmp_path, env=environ(), timeout=300)
+    done = subprocess.run(command(*words, "--output", "whole"), cwd=tmp_path, env=environ(), timeout=550)
     assert done.returncode == 0
 
     def trials(name):
@@ -157,7 +157,7 @@ def test_a_study_resumes_without_the_folders_of_its_trials(tmp_path):
         env=environ(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     assert "trials/0000, trials/0001 are missing" in done.stdout
@@ -172,7 +172,7 @@ def test_trials_that_end_badly_do_not_end_the_study(tmp_path, monkeypatch):
         "import os, time, keras\n"
         "def net(input_shape, classes, *, fault):\n"
         "    if fault == 'dies': os.kill(os.getpid(), 9)\n"
-        "    if fault == 'sleeps': time.sleep(600)\n"
+        "    if fault == 'sleeps': time.sleep(3600)\n"
         "    bias = 'zeros' if fault != 'nan' else keras.initializers.Constant(float('nan'))\n"
         "    layers = [keras.layers.Flatten(), keras.layers.Dense(classes, bias_initializer=bias)]\n"
         "    return keras.Sequential([keras.Input(input_shape), *layers])\n"

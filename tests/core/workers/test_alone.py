@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BEGIN = """
 import json, os, sys, threading
@@ -98,7 +98,7 @@ print(json.dumps(found))
 
 
 def test_they_stop_together_or_are_told_why_not(together):
-    one, other = together(BEGIN + TOGETHER, {"worker": 2}, timeout=390).values()
+    one, other = together(BEGIN + TOGETHER, {"worker": 2}, timeout=550).values()
     assert one.pop("raises").startswith("MachineError: worker 1 (")
     assert other.pop("raises") == "ValueError: of my own" == one.pop("first raises")
     assert other.pop("first raises").startswith("MachineError: worker 0 (")
@@ -146,7 +146,7 @@ WAIT = "\nprint(json.dumps(found), flush=True)\n"
 
 @pytest.mark.parametrize("kind", APART)
 def test_a_worker_that_waits_in_vain_hears_of_it(kind, together):
-    answers = together(BEGIN + APART[kind] + WAIT, {"worker": 2}, timeout=390)
+    answers = together(BEGIN + APART[kind] + WAIT, {"worker": 2}, timeout=550)
     one, other = (answers[name]["error"] for name in ("worker0", "worker1"))
     begin, within = SAID[kind]
     assert one.startswith(begin) and within in one
@@ -180,7 +180,7 @@ print(json.dumps(found), flush=True)
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_loop_of_ones_own_ends_when_another_script_has_ended(first, together):
-    answers = together(BEGIN + LOOP, {"worker": 2}, first, timeout=390)
+    answers = together(BEGIN + LOOP, {"worker": 2}, first, timeout=550)
     (note,) = answers[f"worker{1 - first}"]["notes"]
     assert answers[f"worker{first}"] == {}
     assert f"worker {first} (" in note and "ended its script" in note and "(<string>:" in note

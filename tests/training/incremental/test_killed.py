@@ -25,7 +25,7 @@ Y = np.arange(24) % 3
 def run(folder, how, replicas, where=None):
     command = [sys.executable, str(SCRIPT), str(folder), how, str(replicas), *([where] if where else [])]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=550)
     signals = {None: 0, "SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
     assert done.returncode == signals[where and where.split(":")[0]], (where, done.stderr[-3000:])
 
@@ -62,7 +62,7 @@ def by_workers():
         words = ["launch", "-n", "2", "--no-logs", "--max-restarts", "2", "--startup-timeout", "120", str(SCRIPT)]
         environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tfgpu", *words, str(folder), "tasks", "workers", *where]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=550)
         assert done.returncode == 0, (where, done.stdout[-2000:], done.stderr[-3000:])
         assert Path(f"{folder}.died").exists() == bool(where)
         return [np.load(f"{folder}-{rank}.npz") for rank in (0, 1)]

@@ -47,7 +47,7 @@ def test_all_methods_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_all_methods_at_once_and_what_goes_with_them(case):
     check(case)
@@ -79,9 +79,9 @@ print(json.dumps({**logs, "weights": [w.tolist() for w in weights]}))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_two_workers_are_one_device(together):
-    found = together(WORKER, {"worker": 2}, Path(__file__).parent, timeout=500)
+    found = together(WORKER, {"worker": 2}, Path(__file__).parent, timeout=550)
     weights, logs = second_task.train(one_device())
     for each in found.values():
         assert second_task.difference(weights, [np.array(w, "float32") for w in each["weights"]]) <= 1e-6
@@ -94,7 +94,7 @@ def sgd():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_averaged_after_each_update_is_one_device():
     """Every method is part of the loss or the update, so local SGD needs no special support."""
     methods = ("distilled", "elastic", "replay", "rates")
@@ -118,10 +118,10 @@ print(json.dumps({**logs, "weights": [w.tolist() for w in weights]}))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_one_worker_of_a_parameter_server_is_one_device(together):
     jobs = {"chief": 1, "worker": 1, "ps": 1}
-    found = together(SERVED, jobs, Path(__file__).parent, wait_for="chief", timeout=500)["chief0"]
+    found = together(SERVED, jobs, Path(__file__).parent, wait_for="chief", timeout=550)["chief0"]
 
     def adam():
         return keras.optimizers.Adam(0.01)

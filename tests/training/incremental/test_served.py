@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 def one_device(folder, how, *more):
     command = [sys.executable, str(SCRIPT), str(folder), how, "none", *map(str, more)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=550)
     assert ran.returncode == (7 if more else 0), ran.stderr[-3000:]
     return None if more else json.loads(ran.stdout.splitlines()[-1])
 
@@ -41,7 +41,7 @@ def served(addresses, tmp_path):
                     kept = open(tmp_path / f"{job}{index}.err", "wb")
                     running.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=kept))
                     kept.close()
-            out, _ = running[0].communicate(timeout=400)
+            out, _ = running[0].communicate(timeout=550)
             assert running[0].returncode == (7 if more else 0), (tmp_path / "chief0.err").read_text()[-4000:]
             return None if more else json.loads(out.splitlines()[-1])
         finally:

@@ -90,12 +90,12 @@ MEASURE = textwrap.dedent("""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_memory_it_takes_does_not_grow_with_the_stream():
     """200 batches of 5 MB are a gigabyte; a window is 20 MB, and so is the replay memory."""
     command = [sys.executable, "-c", MEASURE, "200"]
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}  # With AVX-512, its allocator keeps what was freed.
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=True)
     found = json.loads(done.stdout)
     assert found["rows"] == 5000 and len(found["peaks"]) == 50
     early, late = max(found["peaks"][5:15]), max(found["peaks"][-10:])
