@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as keras_private
 from tfgpu.core import logits, step_context
 from tfgpu.core.row_mixing.choices import by_rows
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.losses import deferred_metrics, heads, row_chunks
 
 
@@ -54,8 +54,8 @@ class ChunkedCrossentropy(keras.losses.Loss):
         dtype=None,
     ):
         super().__init__(name=name, reduction=reduction, dtype=dtype)
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise InputError(f"`chunk` is a number of tokens above 0, or None. Received: {chunk!r}.")
+        if chunk is not None:
+            whole_number("chunk", chunk)
         if not 0 <= label_smoothing <= 1:
             raise InputError(f"`label_smoothing` is from 0 to 1. Received: {label_smoothing!r}.")
         self.chunk, self.label_smoothing, self.ignore_class = chunk, label_smoothing, ignore_class
