@@ -112,7 +112,6 @@ def folder(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "block"), list(alone(engine)))
 def test_code_that_takes_an_engine_runs_where_there_is_one(page, block, folder):
     module, name = engine(block)

@@ -94,7 +94,6 @@ def test_stock_keras_stands_beside_tfgpu(path):
     assert any("keras" in names and "tfgpu" not in names for names in imported)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", CASES)
 def test_notebook_runs(path, tmp_path, only_what_the_extra_brings, monkeypatch):
     assert not any(cell.get("outputs") for cell in nbformat.read(path, as_version=4).cells), "commit without outputs"

@@ -50,7 +50,6 @@ def test_setuptools_takes_every_file_of_the_package(committed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_every_file_of_the_package_is_in_it(committed, wheel):
     with zipfile.ZipFile(wheel) as archive:
         missing = committed - set(archive.namelist())
@@ -58,7 +57,6 @@ def test_every_file_of_the_package_is_in_it(committed, wheel):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_it_trains_outside_the_tree(wheel, tmp_path):
     installed = tmp_path / "installed"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", installed, wheel]

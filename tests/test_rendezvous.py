@@ -75,7 +75,7 @@ def answers(processes: list[subprocess.Popen], *, within_s: float = 300) -> list
 def wait_until_it_listens(address: str) -> None:
     """Waits until a process accepts connections at a port."""
     host, _, port = address.rpartition(":")
-    for _ in range(1200):
+    for _ in range(5000):
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
             return
         time.sleep(0.1)

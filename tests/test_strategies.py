@@ -223,7 +223,6 @@ print(json.dumps({"sum": total.numpy().tolist(), **strategies.describe(strategy)
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_two_workers_sum_known_numbers(together):
     answers = together(ALL_REDUCE_SCRIPT, {"chief": 1, "worker": 1}, wait_for="")
     for answer in answers.values():
@@ -270,7 +269,6 @@ print(json.dumps({"sums": [float(s) for s in gradient()], "weight": model.get_we
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("all_reduce", ["auto", "hierarchical"])
 def test_two_workers_of_two_cpu_devices_sum_four_gradients(together, all_reduce):
     answers = together(SEVERAL_CPUS_SCRIPT, {"worker": 2}, all_reduce, wait_for="")
@@ -317,7 +315,6 @@ print(json.dumps({"weight": float(weight), "updates": int(updates), "on": weight
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_a_hand_written_loop_trains_on_parameter_servers(together):
     (answer,) = together(PARAMETER_SERVER_SCRIPT, {"chief": 1, "worker": 2, "ps": 1}, wait_for="chief").values()
     # Each update takes 0.2 * (w - 2) off w, from 10. Two workers may read the same w, so the path is not
@@ -362,7 +359,6 @@ print(json.dumps(sorted(found)))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_all_collectives_of_a_step_ask_for_nccl_in_dtypes_that_it_takes(together, stage):
     for answer in together(HINTS, {"worker": 2}, stage).values():

@@ -50,7 +50,7 @@ LOGGED = (
 
 
 # On a busy machine tf.data takes up to a minute to end an iterator.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

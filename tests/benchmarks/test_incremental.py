@@ -12,7 +12,6 @@ from benchmarks import incremental  # noqa: E402
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_five_tasks_of_one_seed(tmp_path):
     output = tmp_path / "digits.json"
     methods = ["fine-tuning", "replay, reservoir", "replay, balanced", "joint training"]

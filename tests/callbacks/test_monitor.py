@@ -93,7 +93,7 @@ def test_a_step_that_waits_for_its_data_is_limited_by_the_input(monkeypatch, com
 
 def until_sampled(monitor):
     """Waits for a sample of all steps so far."""
-    watcher, until = monitor._watcher, time.monotonic() + 300
+    watcher, until = monitor._watcher, time.monotonic() + 500
     while watcher._timed_steps and time.monotonic() < until:
         time.sleep(0.01)
 
@@ -194,7 +194,7 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
         every_batch = False
 
         def on_epoch_end(self, epoch, logs=None):
-            limit_s, text = time.monotonic() + 300, ""
+            limit_s, text = time.monotonic() + 500, ""
             while f'tfgpu_epoch{{worker="0"}} {epoch + 1}' not in text and time.monotonic() < limit_s:
                 time.sleep(0.05)
                 with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=550) as answer:
@@ -274,7 +274,7 @@ import tfgpu
 tfgpu.repair_keras()
 from tfgpu.callbacks import Monitor
 def samples(count=3):
-    path, end = os.path.join(sys.argv[1], "monitor-worker0.csv"), time.monotonic() + 300
+    path, end = os.path.join(sys.argv[1], "monitor-worker0.csv"), time.monotonic() + 500
     def rows():
         return len(open(path).readlines()) if os.path.exists(path) else 0
     least = rows() + count

@@ -145,7 +145,6 @@ print(json.dumps({"equal": found[:2] == without[:2], "skipped": found[2]}))
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_workers_skip_the_same_steps(together):
     answers = together(WORKER, {"worker": 2})
     assert answers == {f"worker{at}": {"equal": True, "skipped": 4} for at in range(2)}
@@ -170,7 +169,6 @@ except tfgpu.InputError as error:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_workers_with_different_callbacks_are_reported(together, tmp_path):
     answers = together(DIFFERENT.replace("FOLDER", repr(str(tmp_path))), {"worker": 2})
     assert "This one has SkipNaN." in answers["worker0"] and "This one has Checkpoint." in answers["worker1"]

@@ -25,7 +25,7 @@ def threads():
 def test_in_order_and_a_full_queue_waits(tmp_path):
     go, written, handed = threading.Event(), [], []
     writer = Writer(most=2)
-    writer.put("first", lambda: (go.wait(60), written.append(0)))
+    writer.put("first", lambda: (go.wait(500), written.append(0)))
 
     def hand_over():
         for number in range(1, 6):
@@ -119,7 +119,7 @@ def test_fit_ends_when_all_is_written(tmp_path):
 
 def test_a_checkpoint_is_of_its_own_epoch_however_late_it_is_written(tmp_path):
     go, writer = threading.Event(), Writer(most=8)
-    writer.put("slow disk", lambda: go.wait(60))
+    writer.put("slow disk", lambda: go.wait(500))
     ends = []
     keep = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: ends.append(built.get_weights()), on_train_end=lambda logs: go.set()

@@ -68,7 +68,6 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_what_fails_on_the_chief_fails_on_all_workers(together, tmp_path):
     answers = together(SCRIPT, {"worker": 2}, tmp_path, timeout=550)
     chief, other = answers["worker0"], answers["worker1"]

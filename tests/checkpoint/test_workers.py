@@ -7,7 +7,7 @@ import pytest
 from tfgpu.checkpoint import storage
 from tfgpu.checkpoint.storage import FACTS, Damaged
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 MODEL = """
 import hashlib, json, os, pathlib, sys

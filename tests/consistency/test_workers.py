@@ -53,7 +53,6 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_a_worker_that_drifts_is_named_on_all_and_nothing_is_saved_after(together, tmp_path):
     answers = together(DRIFT, {"worker": 2}, tmp_path, timeout=550)
     for answer in answers.values():
@@ -161,7 +160,6 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_workers_that_begin_differently_are_told_so_on_all(together):
     answers = together(BEGIN, {"worker": 2}, timeout=550)
     expected = {

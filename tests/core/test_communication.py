@@ -135,7 +135,6 @@ print(json.dumps({
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("pack", "dtype", "expected"),
     [
@@ -178,7 +177,6 @@ print(json.dumps({"weights": weights, "a_step": counted["a_step"]}))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("way", "rounds"), [("packed", 1), pytest.param("gathered", 2, marks=pytest.mark.slow)])
 def test_a_small_embeddings_rows_travel_with_the_dense_gradients(together, way, rounds):
     (alone,) = together(EMBEDDING, {"worker": 1}, way).values()
@@ -223,7 +221,6 @@ print(json.dumps({"weights": [w.tolist() for w in model.get_weights()], "logs": 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("accumulate", [0, 2])
 def test_a_sum_in_two_levels_is_the_sum_in_one(together, accumulate):
     flat = together(TWO_LEVELS, {"worker": 2}, "ring", accumulate)

@@ -269,7 +269,6 @@ def test_data_ends_even_if_no_thread_can_start(ends, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_process_ends_whose_iterator_is_left_to_the_last():
     script = (
         "import keras, numpy as np, tensorflow as tf, tfgpu\n"

@@ -94,7 +94,6 @@ print(json.dumps([each.tolist() for each in found]))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_workers_that_meet_in_a_step(together):
     """Two workers of two devices: the order of replicas is not the one of the batch's rows."""
     alone = trained(Gathers, tfgpu.strategy("one_device", devices=TWO[:1]))

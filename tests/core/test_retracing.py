@@ -56,7 +56,6 @@ elif sys.argv[2] == "xla":
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "strategy, what",
     [

@@ -135,7 +135,6 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_training_is_the_same_to_the_bit(together, tmp_path):
     answers = together(SAME, {"worker": 2}, '["CPU:0", "CPU:1"]', tmp_path, timeout=580)
     for rank in range(2):

@@ -130,7 +130,7 @@ spec = EpochSpec(examples, order, 16, 2, lambda e, p, x, y: x)
 read = feed.batches(spec, counter.epochs(), feed.Feed(parallel_calls=4))
 iterator = iter(read)
 first = next(iterator)
-until = time.monotonic() + 250
+until = time.monotonic() + 500
 while (most < 2 or begun < 5) and time.monotonic() < until:
     time.sleep(0.05)
 print(most, begun, counter.next)

@@ -159,7 +159,6 @@ print(json.dumps([model.get_weights()[0].tolist(), history["loss"], left["fails"
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_two_workers_continue_reading_after_one_file_fails(together, tmp_path):
     for at in range(3):
         (tmp_path / f"{at}.txt").write_text("".join(f"{row / 10}\n" for row in range(at * 4, at * 4 + 4)))

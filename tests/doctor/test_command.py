@@ -33,7 +33,6 @@ def test_invalid_input_is_reported_at_once(words, error, clean, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_script_and_the_bundle_of_a_machine_without_tensorflow(clean, tmp_path):
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'tensorflow'\")")

@@ -63,7 +63,6 @@ def broken(compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_tensorflow_itself_names_what_it_cannot_load_and_where_it_looked(broken, clean, facts, by_name, a_gpu):
     environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(broken)))
     found = asked.tensorflow(environ, 300)["tensorflow"]

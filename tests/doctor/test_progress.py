@@ -75,7 +75,6 @@ def titles(stream, last: str) -> list[str]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [(), ("--json",), ("--fix",)])
 def test_each_part_is_reported_before_the_next_begins(started, tmp_path, words):
     process = started("--train", *words)
@@ -95,7 +94,6 @@ def test_each_part_is_reported_before_the_next_begins(started, tmp_path, words):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [(), ("--json", "--bundle", "--output", "it.zip")])
 def test_an_interrupt_keeps_known_results(started, tmp_path, words):
     process = started("--train", *words)
@@ -113,7 +111,6 @@ def test_an_interrupt_keeps_known_results(started, tmp_path, words):
     assert not (tmp_path / "it.zip").exists()
 
 
-@pytest.mark.timeout(900)
 def test_an_interrupt_ends_what_was_asked_at_once(clean, tmp_path):
     with pytest.raises(KeyboardInterrupt), asking.Askers() as pool:
         command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 600"]

@@ -182,7 +182,6 @@ def test_every_machine_is_measured(facts, clean, ssh_server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_workers_are_reached_by_ssh(ssh_server, clean):
     environ = asking.with_tfgpu(clean())
     found = selftest.launched(

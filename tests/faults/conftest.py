@@ -309,7 +309,7 @@ class Launched:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.said) from None
-        self._reader.join(10)
+        self._reader.join(500)
         return code
 
     def close(self) -> None:

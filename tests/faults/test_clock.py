@@ -12,7 +12,7 @@ import pytest
 
 from tfgpu.checkpoint import storage
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 DAY_S = 86400
 OPTIONS = {"every_steps": 2, "pause": 0.05, "patience": 99}

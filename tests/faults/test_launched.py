@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def test_a_killed_worker_restarts_the_group_which_ends_with_the_same_bytes(tmp_path, launched, whole, same_bytes):

@@ -13,7 +13,7 @@ import pytest
 
 import tfgpu
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 SERVED = Path(__file__).parent / "served.py"
 ROWS, STEPS = 240, 30  # of an epoch

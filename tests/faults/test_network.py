@@ -15,7 +15,7 @@ import pytest
 SERVER = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 IP = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 NET = "198.18.77"  # of a range that is kept for tests (RFC 2544)
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 class Network:
@@ -83,7 +83,7 @@ class Network:
 
     @staticmethod
     def _until_it_answers(command: list[str]) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 500
         while (done := subprocess.run(command, capture_output=True, text=True)).returncode:
             if time.monotonic() > until:
                 raise TimeoutError(done.stderr)

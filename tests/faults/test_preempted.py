@@ -8,7 +8,7 @@ import pytest
 
 from tfgpu.checkpoint import storage
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def steps(run, attempt: int = 1) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from tfgpu.checkpoint import storage
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def test_another_number_of_workers_resumes_with_the_same_result(tmp_path, launched, whole):

@@ -8,7 +8,7 @@ import pytest
 
 from tfgpu.finetuning import graph
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow]
 pytest.importorskip("keras_hub", reason="needs KerasHub: pip install keras-hub")
 WORDS = 20
 HEADS = {"num_query_heads": 2, "num_key_value_heads": 1}

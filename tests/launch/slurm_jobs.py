@@ -108,7 +108,7 @@ class Run:
         text = subprocess.run(["scontrol", "-o", "show", "job", self.id], capture_output=True, text=True).stdout
         return dict(re.findall(r"(\w+)=(\S+)", text))
 
-    def until(self, condition, seconds: float = 120):
+    def until(self, condition, seconds: float = 600):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, (self.facts(), self.log(), self.task(0), self.task(1))
@@ -118,7 +118,7 @@ class Run:
         """Both tasks have begun, so many times."""
         self.until(lambda: all(self.task(rank).count("from") >= starts for rank in range(2)))
 
-    def wait(self, seconds: float = 150) -> int:
+    def wait(self, seconds: float = 600) -> int:
         self.until(lambda: self.facts().get("JobState") in submission.FINAL, seconds)
         return self.submitted.wait()
 

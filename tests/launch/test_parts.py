@@ -228,7 +228,7 @@ def test_a_supervisor_without_messages_ends_its_processes(tmp_path):
     node.stdin.write(frames.encode({"do": "start", "tasks": [task], "lost_s": 1.0}))
     node.stdin.flush()
     try:
-        assert node.wait(30) == 0  # Its standard input is open all the time.
+        assert node.wait(500) == 0  # Its standard input is open all the time.
         assert not (tmp_path / "given").exists()
     finally:
         node.kill()

@@ -18,7 +18,7 @@ from tfgpu.launch.functions import pickled
 from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.job import Job
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes]
 PARENT = """
 import pathlib, sys
 sys.path[:0] = sys.argv[1:2]

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import slurm_jobs
 from slurm_jobs import ROOT, Run
 
-pytestmark = [*slurm_jobs.MARKS, pytest.mark.timeout(900)]
+pytestmark = [*slurm_jobs.MARKS]
 cluster = slurm_jobs.cluster
 
 TRAIN = """
@@ -98,7 +98,7 @@ def test_two_tasks_train_and_a_death_changes_nothing(cluster, undisturbed, tmp_p
 @pytest.mark.parametrize("command", [["scontrol", "requeue"], ["scancel", "--signal=TERM"]])
 def test_a_requeued_training_resumes_at_its_step(cluster, undisturbed, tmp_path, command):
     run = train(tmp_path, "slow")
-    run.until(lambda: "step 6\n" in run.task(0), 300)
+    run.until(lambda: "step 6\n" in run.task(0))
     subprocess.run([*command, run.id], check=True)
     assert run.wait(500) == 0, (run.log(), run.task(0), run.task(1))
     assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import spark_training
 from spark_training import MINE, check, check_nothing_is_left, frame, marked, model_of, run, session, table
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 DRIVER = """
 import json, sys
 import spark_training
@@ -98,7 +98,7 @@ def standalone(pyspark, tmp_path_factory):
     finally:
         for process in reversed(running):
             process.terminate()
-            process.wait(60)
+            process.wait(500)
 
 
 def test_a_killed_driver_leaves_nothing_behind(standalone, tmp_path):

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import spark_training
 from spark_training import MINE, ROWS, check, check_nothing_is_left, frame, run, session, table, train
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def perfetto_of(trace, folder):
         )
     log = folder / "browser.log"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 500
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 return answers.get(timeout=1)

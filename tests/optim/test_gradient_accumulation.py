@@ -115,7 +115,6 @@ print(json.dumps({"waiting": float(waiting.numpy().astype("float32")[0, 0]), "dt
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pending_gradients_are_read_on_all_workers(together, dtype):
     for answer in together(WORKERS, {"worker": 2}, dtype).values():

@@ -135,7 +135,6 @@ print(json.dumps({"weights": model.get_weights()[0][:, 0].tolist(), "bytes": ave
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("pack_bytes", [0, 1 << 20])
 def test_workers_send_their_largest(together, pack_bytes):
     for answer in together(SCRIPT, {"worker": 2}, 0.25, pack_bytes).values():

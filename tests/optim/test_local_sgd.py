@@ -363,7 +363,6 @@ print(json.dumps({"weights": weights, "loss": history["loss"] + history["val_los
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("every", "devices", "way"), [(1, 2, "plain"), (3, 1, "diloco")])
 def test_workers_average(together, every, devices, way):
     first, second = together(SCRIPT, {"worker": 2}, every, devices, way).values()

@@ -275,7 +275,6 @@ print(json.dumps(peak - before))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_a_worker_builds_and_loads_within_its_share_and_the_largest_layer(tmp_path, together, monkeypatch):
     """16 kernels of 16 MiB over two workers: 128 MiB each, and some copies of one while it is drawn, cut and read."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")

@@ -326,7 +326,6 @@ PICTURES = dict(name="cnn", input_shape=[64, 64, 3], classes=10)
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @needs_clear_refs
 @pytest.mark.parametrize(
     ("model", "few", "many", "tolerance"), [(LANGUAGE, 8, 24, 0.1), (PICTURES, 32, 96, 0.2)], ids=["transformer", "cnn"]
@@ -339,7 +338,6 @@ def test_activations_grow_with_the_rows_as_predicted(model, few, many, tolerance
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @needs_clear_refs
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gpipe-kept"])
 def test_all_stages_of_a_pipeline_take_what_is_predicted(schedule):
@@ -359,7 +357,6 @@ def test_all_stages_of_a_pipeline_take_what_is_predicted(schedule):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @needs_clear_refs
 def test_gradients_take_what_is_predicted():
     model = dict(name="mlp", input_shape=[1024], classes=10, options=dict(widths=[2048] * 6))

@@ -70,7 +70,6 @@ def test_bad_input(how, words):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub")
 @pytest.mark.parametrize(("rows", "lora"), [(16, None), (32, None), (32, 8)])
 def test_a_step_takes_what_is_predicted(rows, lora):

@@ -285,7 +285,6 @@ def peak_of(rows: int, memory: int | str = "") -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_bytes_of_a_process_stay_within_the_budget():
     plain, predicted = peak_of(16)
     limit = predicted // 3

@@ -101,7 +101,6 @@ print(json.dumps(found))
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_each_worker_gets_the_sum_of_its_own_piece(together, devices):
     for answer in together(SCRIPT, {"worker": 2}, devices).values():
@@ -110,7 +109,6 @@ def test_each_worker_gets_the_sum_of_its_own_piece(together, devices):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_twelve_workers_have_ranks_by_name_and_pieces_by_number(together):
     answers = together(SCRIPT, {"worker": 12}, 1, timeout=550)
     assert len(answers) == 12

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 SCRIPT = """
 import json, os, sys, tempfile

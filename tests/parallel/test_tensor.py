@@ -352,7 +352,6 @@ assert homes == {f"CPU:{at}" for at in range(8)}, homes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_data_pipeline_and_tensor_on_eight_devices():
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     child = subprocess.run(

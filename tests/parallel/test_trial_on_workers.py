@@ -70,7 +70,6 @@ ALONE = "\nprint(json.dumps(answer(ByTape)))\n"
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_a_step_on_pieces_of_the_weights(together, tmp_path):
     (alone,) = together("WORKERS = False" + SCRIPT + ALONE, {"worker": 1}, tmp_path, timeout=550).values()
     answers = list(together("WORKERS = True" + SCRIPT + ALL, {"worker": 2}, tmp_path, timeout=550).values())

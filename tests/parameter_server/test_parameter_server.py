@@ -128,7 +128,6 @@ say(found=found, shards=[(v.shape, v.value.device.split("/")[3]) for v in shards
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_with_no_staleness_two_workers_give_what_one_device_gives(group):
     processes = group(EXACT, chief=1, worker=2, ps=2)
     processes.start_all()
@@ -331,7 +330,6 @@ REFUSALS = {
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_counts_are_exact_and_each_example_is_seen_once_an_epoch(group, tmp_path):
     processes = group(FREE, chief=1, worker=2, ps=1)
     processes.start_all(tmp_path / "model.keras")
@@ -384,7 +382,6 @@ say(first=first, iterations=int(model.optimizer.iterations), steps=steps, shards
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_killed_worker_s_steps_are_run_again_and_it_may_come_back(group, tmp_path):
     processes = group(DEATHS, chief=1, worker=2, ps=1)
     processes.start_all(tmp_path / "run")
@@ -400,7 +397,6 @@ def test_a_killed_worker_s_steps_are_run_again_and_it_may_come_back(group, tmp_p
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_killed_server_ends_the_chief_and_the_checkpoint_resumes(group, tmp_path):
     processes = group(DEATHS, chief=1, worker=2, ps=2)
     processes.start_all(tmp_path / "run")

@@ -84,7 +84,6 @@ def test_a_server_has_the_devices_that_tf_config_shows(group):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_watched_server_exits_when_asked_to(group, tmp_path):
     script = "import sys, tfgpu\ntfgpu.strategy('parameter_server', watch=sys.argv[1])"
     processes = group(script, chief=1, worker=1, ps=1, startup_timeout=0)

@@ -110,7 +110,6 @@ def ages(found):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("bound", "workers"), [(0, 2), (1, 2), (2, 3)])
 def test_no_gradient_is_older_than_the_bound(bound, workers, trained):
     answer = trained(bound, workers)
@@ -131,7 +130,6 @@ def test_no_gradient_is_older_than_the_bound(bound, workers, trained):
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_without_a_bound_the_others_continue(trained):
     old = ages(trained(None, 2)["one"])
     assert old[SLOW] > 4, old  # more than a bound of 2 lets through

@@ -89,7 +89,6 @@ def weights(preset):
 
 @needs_hub
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lora", [None, 2])
 def test_the_saved_preset_has_the_test_loss_of_the_run_over_tokens(lora, one, folder):
     """Stock KerasHub, each sequence by itself: neither packing nor batches nor replicas change the mean over tokens."""
@@ -122,7 +121,6 @@ def test_the_report_has_what_the_model_writes(one):
 
 @needs_hub
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_that_goes_on_ends_like_one_that_never_stopped(folder, tmp_path):
     whole = runner.run(
         settings(folder, layout="one", lora=2, schedule="constant", schedule_options={}), output=tmp_path / "a"

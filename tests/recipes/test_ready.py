@@ -69,7 +69,6 @@ def test_one_starts_with_all_that_a_recipe_can_ask_for(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_large_ones_start(tmp_path):
     check(LARGE, dry_runs(LARGE, tmp_path, timeout=800))
 

@@ -28,7 +28,6 @@ print(json.dumps([[each.dtype.name, *map(float, each.numpy())] for each in made]
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_all_workers_have_the_chiefs_values(together):
     expected = [[dtype, 2.0, 100.0] for dtype in ("bfloat16", "int8", "float32", "int64")]
     assert list(together(SCRIPT, {"worker": 2}).values()) == [expected, expected]

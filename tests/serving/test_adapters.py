@@ -213,7 +213,6 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_two_workers_write_and_read_adapters(together, tmp_path):
     answers = together(WORKERS, {"worker": 2}, tmp_path, timeout=550)
     assert len(answers["worker0"]) == 4 and len(answers["worker1"]) == 2

@@ -117,7 +117,6 @@ def test_bad_input(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("form", serving.FORMATS)
 @pytest.mark.parametrize("kind", ["pieces", "stages", "float16", "bfloat16", "text"])
 def test_models_of_every_layout_and_precision(kind, form, tmp_path, policy):
@@ -205,7 +204,6 @@ def text_model():
     return keras.Sequential([keras.Input((), dtype="string", name="text"), *layers])
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_a_model_that_takes_text(tmp_path):
     model, texts = text_model(), ["one né", "zwei", "", "drei drei one"]
@@ -220,7 +218,6 @@ def test_a_model_that_takes_text(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "content"),
     [("texts.txt", "one né\nzwei\n\ndrei drei one\n"), ("texts.json", '["one né", "zwei"]')]

@@ -23,7 +23,6 @@ from tfgpu.tune.batch_search import _Child, _result
 from tfgpu.tune.batches import BatchTry, Bounds, next_batch
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(900)
 SMALL = recipes.make({"model": "mlp", "model_options": {"widths": [16]}, "global_batch": 32})
 # An example takes 0.8 MB as numbers, some times; the folder need not be there.
 LARGE = recipes.make(

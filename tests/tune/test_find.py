@@ -20,7 +20,6 @@ from tfgpu.tune.batches import BatchTry
 from tfgpu.tune.range_test import judged
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(900)
 SMALL = ["--model", "mlp", "--model-option", "widths=[16]"]
 
 

@@ -44,7 +44,7 @@ def test_what_a_failing_trial_printed_is_in_its_log_and_its_reason_is_short(tmp_
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     trial = process.TrialProcess({}, str(tmp_path / "log"), {}, "fails")
     try:
-        until = time.monotonic() + 200
+        until = time.monotonic() + 500
         while not (news := trial.news(0.1)) and time.monotonic() < until:
             pass
     finally:
@@ -125,7 +125,7 @@ def test_a_trial_whose_study_is_killed_ends_too(tmp_path):
         holder.kill()
         holder.wait(300)
         holder.stdout.close()
-    until = time.monotonic() + 200
+    until = time.monotonic() + 500
     while time.monotonic() < until and _runs(pid):
         time.sleep(0.05)
     assert not _runs(pid)
@@ -138,7 +138,7 @@ def test_what_a_trial_has_forked_neither_hides_its_end_nor_outlives_it(tmp_path,
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(process.sys, "executable", str(tmp_path / "python"))
     trial = process.TrialProcess({}, str(tmp_path / "log"), {})
-    until = time.monotonic() + 200
+    until = time.monotonic() + 500
     while not (tmp_path / "log").read_text().strip() and time.monotonic() < until:
         time.sleep(0.05)
     pid = int((tmp_path / "log").read_text())
@@ -147,12 +147,12 @@ def test_what_a_trial_has_forked_neither_hides_its_end_nor_outlives_it(tmp_path,
         assert not trial.news() and _runs(child)
         if how == "killed":
             os.kill(pid, signal.SIGKILL)
-            until = time.monotonic() + 200
+            until = time.monotonic() + 500
             while not (news := trial.news(0.1)) and time.monotonic() < until:
                 pass
             assert news and news[0]["end"] == "failed" and "SIGKILL" in news[0]["reason"]
         trial.stop()
-        until = time.monotonic() + 200
+        until = time.monotonic() + 500
         while _runs(child) and time.monotonic() < until:
             time.sleep(0.05)
         assert not _runs(child)

@@ -15,7 +15,6 @@ _spec.loader.exec_module(upstream)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_what_passes_with_stock_keras_passes_with_the_repairs(tmp_path):
     stock, repaired = upstream.run(upstream.files(upstream.CORE), tmp_path, timeout=550)
     assert {test.partition("::")[0] for test in stock} == set(upstream.CORE)

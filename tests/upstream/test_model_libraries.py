@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfgpu
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow]
 ROWS, BATCH, WORDS, LENGTH = 13, 4, 20, 6
 DRAW = np.random.default_rng(0)
 IDS = DRAW.integers(1, WORDS, (ROWS, LENGTH))

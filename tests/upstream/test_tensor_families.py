@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensor_families as families
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow]
 pytest.importorskip("keras_hub")
 CASES = [
     *((name, "full", "tensor 2") for name in families.FAMILIES if "no balance" not in name),

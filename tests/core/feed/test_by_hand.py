@@ -165,7 +165,6 @@ os._exit(0)  # TensorFlow reads ahead of a loop by hand, and calls Python while 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_rows_are_one_devices(together):
     answers = together(LOOP, {"worker": 2}, timeout=880)
     one, other = answers["worker0"], answers["worker1"]

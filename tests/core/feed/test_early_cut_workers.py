@@ -88,7 +88,6 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_training_is_the_same_to_the_bit_and_work_is_shared(together):
     answers = together(SAME, {"worker": 2}, timeout=580)
     for said in answers.values():

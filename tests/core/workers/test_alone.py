@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 BEGIN = """
 import json, os, sys, threading

@@ -56,7 +56,7 @@ def test_of_another_thread():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert begin.wait(60)
+    assert begin.wait(500)
     assert "test_user_line.py:" in user_line.of_thread(thread.ident)
     end.set()
     thread.join()

@@ -31,7 +31,6 @@ def run(folder, how, replicas, where=None):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
     ("how", "places"),
@@ -77,7 +76,6 @@ def not_killed(by_workers, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "where",
     ["SIGKILL:1:step-5:0", "SIGKILL:2:step-7:1", "SIGKILL:1:in-end:0", "SIGKILL:1:in-add:1", "SIGTERM:1:step-7:1"],

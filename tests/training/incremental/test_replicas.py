@@ -47,14 +47,12 @@ def test_all_methods_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_all_methods_at_once_and_what_goes_with_them(case):
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_each_method_alone_and_each_changes_something():
     alone = {method: check("clipped, weighted, uneven", (method,)) for method in second_task.METHODS}
     alone["none"] = second_task.train(one_device(), ())[0]
@@ -79,7 +77,6 @@ print(json.dumps({**logs, "weights": [w.tolist() for w in weights]}))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_two_workers_are_one_device(together):
     found = together(WORKER, {"worker": 2}, Path(__file__).parent, timeout=550)
     weights, logs = second_task.train(one_device())
@@ -94,7 +91,6 @@ def sgd():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_averaged_after_each_update_is_one_device():
     """Every method is part of the loss or the update, so local SGD needs no special support."""
     methods = ("distilled", "elastic", "replay", "rates")
@@ -118,7 +114,6 @@ print(json.dumps({**logs, "weights": [w.tolist() for w in weights]}))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_one_worker_of_a_parameter_server_is_one_device(together):
     jobs = {"chief": 1, "worker": 1, "ps": 1}
     found = together(SERVED, jobs, Path(__file__).parent, wait_for="chief", timeout=550)["chief0"]

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("served_run.py")
 ROOT = Path(__file__).parents[3]
 JOBS = {"chief": 1, "worker": 2, "ps": 1}
 ROWS = 60
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 def one_device(folder, how, *more):

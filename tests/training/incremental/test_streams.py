@@ -90,7 +90,6 @@ MEASURE = textwrap.dedent("""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_memory_it_takes_does_not_grow_with_the_stream():
     """200 batches of 5 MB are a gigabyte; a window is 20 MB, and so is the replay memory."""
     command = [sys.executable, "-c", MEASURE, "200"]
