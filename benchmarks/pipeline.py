@@ -52,7 +52,7 @@ def _stage(at: int, seconds: float) -> list[keras.layers.Layer]:
 
 
 def sleeping() -> keras.Model:
-    """Four such stages, for `tfgpu profile --model benchmarks.pipeline:sleeping`."""
+    """Four such stages, for `tfgpu profile pipeline --model benchmarks.pipeline:sleeping`."""
     return keras.Sequential([keras.Input((4,)), *(layer for at in range(4) for layer in _stage(at, 0.1))])
 
 

@@ -47,6 +47,9 @@ def completed(line: str, cwd: Path) -> list[str]:
     ("line", "expected"),
     [
         ("tfgpu trai", ["train"]),
+        ("tfgpu tun", ["tune"]),
+        ("tfgpu tune b", ["batch-size"]),
+        ("tfgpu tune batch-size im", ["imagenet", "imagenet_lars"]),
         ("tfgpu train --opti", ["--optimizer", "--optimizer-option"]),
         ("tfgpu train cif", ["cifar10"]),
         ("tfgpu train digits --optimizer adam", ["adam", "adamax", "adamw"]),
@@ -71,28 +74,31 @@ NAMES = {
 CASES = [
     *(("train", name, names) for name, names in NAMES.items()),
     *(("train", name, list(choices(name))) for name in Recipe.model_fields if choices(name)),
-    *((command, "name", list(ready.names())) for command in ("train", "tune", "find batch-size", "find learning-rate")),
-    ("profile", "target", list(ready.names())),
+    *(
+        (command, "name", list(ready.names()))
+        for command in ("train", "tune batch-size", "tune learning-rate", "profile input")
+    ),
+    ("profile", "target", ["input", "pipeline", *ready.names()]),
+    ("tune", "name", ["batch-size", "learning-rate", *ready.names()]),
     ("train", "track", list(tracking.TRACKERS)),
     ("tune", "optimizer", NAMES["optimizer"]),
     ("tune", "sampler", list(journal.SAMPLERS)),
     ("tune", "pruner", list(journal.PRUNERS)),
-    ("find batch-size", "scale", list(scaling.RULES)),
-    ("find learning-rate", "model", NAMES["model"]),
+    ("tune batch-size", "scale", list(scaling.RULES)),
+    ("tune learning-rate", "model", NAMES["model"]),
     ("export", "formats", list(FORMATS)),
     ("plan", "model", NAMES["model"]),
     ("plan", "device", list(hardware.DEVICES)),
-    ("profile", "model", NAMES["model"]),
-    ("profile", "schedule", list(SCHEDULES)),
+    ("profile pipeline", "model", NAMES["model"]),
+    ("profile pipeline", "pipeline_schedule", list(SCHEDULES)),
     ("doctor", "model", NAMES["model"]),
-    ("bench input", "cache", list(choices("cache"))),
+    ("profile input", "cache", list(choices("cache"))),
 ]
 
 
 def proposed(command: str, parameter: str, begun: str) -> list[str]:
     found = typer.main.get_command(cli.app)
-    for word in command.split():
-        found = found.commands[word]
+    found = found.commands[command]
     (one,) = (each for each in found.params if each.name == parameter)
     context = found.context_class(found, info_name=command)
     return [item.value for item in one.shell_complete(context, begun)]

@@ -192,7 +192,7 @@ def test_it_ends_and_gives_the_terminal_back(how, run):
 
 @pytest.mark.slow
 def test_other_machines(run, ssh_server):
-    done = top(run, "--once", "--workers", "node1,nowhere", "--ssh", ssh_server)
+    done = top(run, "--once", "--hosts", "node1,nowhere", "--ssh", ssh_server)
     assert done.returncode == 0, done.stderr
     heads = [line for line in done.stdout.splitlines() if re.match(r"node1  \d\d:\d\d:\d\d", line)]
     assert len(heads) == 1 and re.search(r"nowhere  .*(refused|closed)", done.stdout, re.IGNORECASE)

@@ -4,12 +4,12 @@ from tfgpu.recipes.recipe import Recipe, choices
 
 HEAD = """# Recipe settings
 
-Each is a line of a [recipe](../guides/recipes.md) and a flag: `global_batch: 64` is `--global-batch 64`.
+Each is a line of a [recipe](../guides/recipes.md) and a flag: `global_batch: 64` is `--batch 64`.
 """
 
 
 def page() -> str:
-    """One section per panel of `tfgpu train --help`, one row per setting.
+    """One section per panel of `tfgpu train --help-all`, one row per setting.
 
     Example:
         >>> page().startswith("# Recipe settings")

@@ -1,4 +1,4 @@
-"""`tfgpu verify`: the first checkpoint and the first variable at which two runs part."""
+"""`tfgpu compare weights`: the first checkpoint and the first variable at which two runs part."""
 
 import json
 
@@ -39,15 +39,15 @@ def test_the_first_checkpoint_and_variable_are_named(tmp_path, capsys):
     assert found.parting.reason == "1 of 3 numbers differ, the first at (2,): 3.0 and 3.5"
     assert verification.verify(one, other, rtol=0.2).parting.where == "epoch-0002"
     assert verification.verify(one, other, atol=1.0).parting is None
-    assert _execute(["verify", str(one), str(tmp_path / "run")]) == 1
+    assert _execute(["compare", "weights", str(one), str(tmp_path / "run")]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "They part at epoch-0001-step-0000015, weights/0001 (dense/kernel): 1 of 3 numbers differ, the first at (2,): "
         "3.0 and 3.5.",
         "Only one of them has epoch-0003.",
     ]
-    assert _execute(["verify", str(one), str(one)]) == 0
+    assert _execute(["compare", "weights", str(one), str(one)]) == 0
     assert capsys.readouterr().out == "Equal bit by bit: 6 arrays in 3 checkpoints.\n"
-    assert _execute(["verify", str(one / "epoch-0001"), str(other / "epoch-0001"), "--json"]) == 0
+    assert _execute(["compare", "weights", str(one / "epoch-0001"), str(other / "epoch-0001"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parting"] is None
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     }.items():
         with pytest.raises(InputError, match=words):
             verification.verify(*pair)
-        assert _execute(["verify", *map(str, pair)]) == 2
+        assert _execute(["compare", "weights", *map(str, pair)]) == 2
     (one / "epoch-0001" / storage.STATE).write_bytes(b"other")
     with pytest.raises(InputError, match="is damaged"):
         verification.verify(one, one)

@@ -20,10 +20,10 @@ def tfgpu(*words: str, environ: dict, cwd) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--workers", "a,b"], "--workers is for --train. Add --train, or omit --workers."),
+        (["--hosts", "a,b"], "--hosts is for --train. Add --train, or omit --hosts."),
         (["--output", "it.zip"], "--output is for --bundle. Add --bundle, or omit --output."),
         (["--json", "--fix"], "--json and --fix exclude each other"),
-        (["--train", "--workers", "a"], "--workers must list two or more machines"),
+        (["--train", "--hosts", "a"], "--hosts must list two or more machines"),
         (["--bundle", "--run", "nowhere"], "There is no folder 'nowhere'"),
     ],
 )

@@ -80,7 +80,7 @@ def weights(found: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def test_the_evaluator_says_what_one_device_says_of_each_checkpoint_and_ends_with_the_training(served, twin, tmp_path):
-    group = served("fit", "--evaluator", "--grace", "3600")
+    group = served("fit", "--evaluator", "--grace-period", "3600")
     found = group.finish()
     rows = [json.loads(line) for line in (group.folder / "saved" / "evaluations.jsonl").read_text().splitlines()]
     epochs = [row.pop("epoch") for row in rows]

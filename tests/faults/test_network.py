@@ -113,7 +113,7 @@ def network(tmp_path):
 @pytest.mark.parametrize("lost", ["b", "a"])
 def test_a_lost_network_ends_the_others_and_all_start_again(lost, tmp_path, network, launched, whole, same_bytes):
     """Rank 0, the chief, runs on host a."""
-    options = ("--nodes", "hosta,hostb", "--ssh", network.ssh, "--max-restarts", "12")
+    options = ("--hosts", "hosta,hostb", "--ssh", network.ssh, "--max-restarts", "12")
     one_thread = ("--env", "TF_NUM_INTRAOP_THREADS=1", "--env", "TF_NUM_INTEROP_THREADS=2")
     cut = launched(tmp_path / "run", "slow", *options, *one_thread)
     rank = "ab".index(lost)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
     ],
 )
 def test_a_stopped_worker_is_named_and_the_result_is_the_same(silence_s, words, tmp_path, launched, whole, same_bytes):
-    cut = launched(tmp_path / "cut", "stopped", "--max-restarts", "1", "--silence", str(silence_s))
+    cut = launched(tmp_path / "cut", "stopped", "--max-restarts", "1", "--heartbeat-timeout", str(silence_s))
     stopped_at, pid = cut.event("stopped", attempt=1, rank=1)
     named_at = cut.said_at(words)
     ended_at = cut.said_at("Attempt 2 starts")

@@ -53,10 +53,10 @@ def tfgpu(*words: str, cwd: Path, timeout: float = 300, **environ: str) -> subpr
     [
         (["none.py", "--epochs", "3"], "There is no script 'none.py'. Give the path of a Python file."),
         (["-n", "0", "here.py"], "`workers` must be a whole number from 1. Received: 0."),
-        (["--ssh", "ssh -4", "here.py"], "--ssh is an option of --nodes HOSTS. Add --nodes, or omit --ssh."),
+        (["--ssh", "ssh -4", "here.py"], "--ssh is an option of --hosts HOSTS. Add --hosts, or omit --ssh."),
         (["--wait", "here.py"], "--wait is an option of --slurm. Add --slurm, or omit --wait."),
         (["--claim-size", "1Gi", "here.py"], "--claim-size is an option of --kubernetes KIND. Add --kubernetes, or"),
-        (["--slurm", "--nodes", "a,b", "here.py"], "With --slurm, --nodes must be a number: Slurm chooses"),
+        (["--slurm", "--nodes", "a,b", "here.py"], "--nodes is the number of machines, for --slurm. Received: 'a,b'."),
         (["--slurm", "--kubernetes", "job", "here.py"], "--slurm and --kubernetes exclude each other."),
         (["--kubernetes", "job", "--name", "a", "here.py"], "Missing: --image"),
         (["--kubernetes", "jop", *K8S, "here.py"], "Unknown kind of manifest 'jop'. Did you mean 'job'?"),
@@ -64,8 +64,8 @@ def tfgpu(*words: str, cwd: Path, timeout: float = 300, **environ: str) -> subpr
         (["--kubernetes", "job", *K8S, "--logs", "a", "here.py"], "--logs is not for Kubernetes"),
         (["--env", "NO_SUCH", "here.py"], "--env NO_SUCH: the variable is not set here. Write --env NO_SUCH=VALUE."),
         (["--logs", "a", "--no-logs", "here.py"], "--logs and --no-logs exclude each other. Give one of them."),
-        (["--nodes", "a,b", "-n", "1", "here.py"], "Every node needs a worker. Received: -n 1 and 2 nodes."),
-        (["--nodes", "a,,b", "here.py"], "--nodes must be a list of names separated by commas. Received: 'a,,b'."),
+        (["--hosts", "a,b", "-n", "1", "here.py"], "Every node needs a worker. Received: -n 1 and 2 nodes."),
+        (["--hosts", "a,,b", "here.py"], "--hosts must be a list of names separated by commas. Received: 'a,,b'."),
         ([], "Missing argument 'SCRIPT'"),
     ],
 )
@@ -82,10 +82,10 @@ def test_wrong_input_is_one_line_with_code_2(tmp_path, monkeypatch, capsys, word
 
 
 def test_help_shows_every_flag_with_its_default(tmp_path):
-    text = re.sub(r"[\s│]+", " ", tfgpu("launch", "--help", cwd=tmp_path).stdout)
-    for flag in ("-n", "--ps", "--max-restarts", "--startup-timeout", "--silence", "--grace", "--nodes", "--env"):
+    text = re.sub(r"[\s│]+", " ", tfgpu("launch", "--help-all", cwd=tmp_path).stdout)
+    for flag in ("-n", "--ps", "--max-restarts", "--startup-timeout", "--heartbeat-timeout", "--hosts", "--env"):
         assert f"{flag} " in text
-    for default in ("[1 each]", "[an equal share]", "[tfgpu-logs/<time>-<script>]", "[as here]", "[default: 60.0]"):
+    for default in ("[1 each]", "[an equal share]", "[tfgpu-logs/<time>-<script>]", "[as here]", "[default: 60]"):
         assert default in text
 
 

@@ -222,7 +222,7 @@ def test_ends_are_described():
 @pytest.mark.processes
 def test_a_supervisor_without_messages_ends_its_processes(tmp_path):
     (tmp_path / "given").mkdir()
-    command = [sys.executable, "-m", "tfgpu.launch.remote", "--grace=0", tmp_path / "given"]
+    command = [sys.executable, "-m", "tfgpu.launch.remote", "--grace-period=0", tmp_path / "given"]
     node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     task = {"id": 0, "command": ["sleep", "300"], "environment": {}}
     node.stdin.write(frames.encode({"do": "start", "tasks": [task], "lost_s": 1.0}))

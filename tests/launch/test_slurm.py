@@ -67,7 +67,7 @@ export NCCL_DEBUG=INFO
 
 # Starts the tasks with srun, and restarts them after a failure or preemption.
 exec {shlex.quote(sys.executable)} -m tfgpu.launch.slurm.batch_job --logs=/shared/logs \\
-    --max-restarts=4 --grace=90 --silence=30 \\
+    --max-restarts=4 --grace-period=90 --heartbeat-timeout=30 \\
     train.py --epochs 3
 """
     )

@@ -29,8 +29,8 @@ def photos(tmp_path):
 @pytest.mark.slow
 def test_every_part_is_measured_for_real(photos, tmp_path):
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
-    words = ["--data", photos, "--cache", "none", "--model", "mlp", "--global-batch", 8]
-    command = [sys.executable, "-m", "tfgpu", "bench", "input", *words, "--seconds", 0.02, "--repeats", 2, "--json"]
+    words = ["--data", photos, "--cache", "none", "--model", "mlp", "--batch", 8]
+    command = [sys.executable, "-m", "tfgpu", "profile", "input", *words, "--seconds", 0.02, "--repeats", 2, "--json"]
     done = subprocess.run(
         list(map(str, command)), cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=550
     )
@@ -83,7 +83,7 @@ def test_the_table_says_it_all(capsys, monkeypatch):
     about = {"input_shape": [8, 8, 1], "global_batch": 32, "devices": ["CPU:0"], "cores": 2}
     advice = "The input is the bottleneck."
     report = InputReport(Recipe(), rate(100, 110), rate(400), rate(98), "input", False, tuple(TRIALS), advice, about)
-    cli.bench._show_input(report)
+    cli.profile_input._show_input(report)
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
     assert ["input", "alone", "105", "10%", "the", "bottleneck"] in rows

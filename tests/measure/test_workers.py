@@ -19,7 +19,7 @@ def test_the_table_says_what_all_workers_do(capsys, monkeypatch):
     stages = (Stage("order", 4, "3 ms"), Stage("read", 1.75, "with the partners of mixup"))
     about = {"input_shape": [8, 8, 1], "global_batch": 32, "cores": 2}
     found = WorkersReport(Recipe(), 4, rates["alone"], rates["worker"], rates, stages, about)
-    cli.bench._show_workers(found)
+    cli.profile_input._show_workers(found)
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
     assert "on one of 4 workers: examples of 8×8×1, global batches of 32" in text and "supply 400 examples/s" in text
@@ -52,7 +52,7 @@ def test_what_cannot_be_measured_is_named(monkeypatch):
 def test_the_command(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     words = ["--workers", "2", "--seconds", "0.05", "--repeats", "2", "--json"]
-    command = [sys.executable, "-m", "tfgpu", "bench", "input", *words]
+    command = [sys.executable, "-m", "tfgpu", "profile", "input", *words]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

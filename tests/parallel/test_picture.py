@@ -169,7 +169,7 @@ def test_bad_input(make, path, options, message):
     ],
 )
 def test_the_command(tmp_path, words, code, told):
-    command = [sys.executable, "-m", "tfgpu", "profile", *words]
+    command = [sys.executable, "-m", "tfgpu", "profile", "pipeline", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == code, done.stderr[-2000:]

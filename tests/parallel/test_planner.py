@@ -328,7 +328,9 @@ SIZES = "--layers 6 --hidden 64 --heads 8 --sequence 32 --vocabulary 128".split(
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_command_prints_the_best_first(columns, tmp_path):
-    done = tfgpu("plan", *SIZES, "--devices", 8, "--memory", "80GB", "--json", tmp_path / "all.json", columns=columns)
+    done = tfgpu(
+        "plan", *SIZES, "--devices", 8, "--device-memory", "80GB", "--json-to", tmp_path / "all.json", columns=columns
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= columns and "…" not in done.stdout
@@ -343,14 +345,14 @@ def test_the_command_prints_the_best_first(columns, tmp_path):
 
 
 def test_the_command_reports_missing_memory():
-    done = tfgpu("plan", *SIZES, "--devices", 2, "--memory", "1MB", "--batch", 4)
+    done = tfgpu("plan", *SIZES, "--devices", 2, "--device-memory", "1MB", "--batch", 4)
     assert done.returncode == 1
     assert "layouts do not fit. The nearest, " in done.stdout and "too much: parameters" in done.stdout
 
 
 def test_a_builder_is_planned_by_its_options():
-    words = "--model transformer --option depth=6 --option width=64 --option heads=8 --input-shape 32 --classes 128"
-    named = tfgpu("plan", *words.split(), "--devices", 8)
+    sizes = "--model-option depth=6 --model-option width=64 --model-option heads=8 --input-shape 32 --classes 128"
+    named = tfgpu("plan", "--model", "transformer", *sizes.split(), "--devices", 8)
     assert named.stdout == tfgpu("plan", *SIZES, "--devices", 8).stdout
 
 
@@ -382,8 +384,8 @@ def test_the_page_shows_what_the_commands_print(capsys):
         (["--layers", "2"], "Missing: --hidden"),
         ([*SIZES, "--model", "cnn"], "not both"),
         (["--model", "transformer"], "--input-shape 1024"),
-        ("--model transformer --input-shape 8 --classes 8 --option deph=2".split(), "Did you mean 'depth'"),
-        ([*SIZES, "--top", "0"], "`--top` must be"),
+        ("--model transformer --input-shape 8 --classes 8 --model-option deph=2".split(), "Did you mean 'depth'"),
+        ([*SIZES, "--limit", "0"], "`--limit` must be"),
         ([*SIZES, "--precision", "int8"], "Unknown precision"),
         ([*SIZES, "--json", "/nowhere/file.json"], "cannot be written"),
         ([*SIZES, "--option", "depth=2"], "Add --model NAME"),

@@ -61,11 +61,11 @@ def test_a_recipe_s_functions_are_not_called(line, tmp_path):
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "recipe.yaml").write_text(line)
     commands = ["train", "recipe.yaml"], ["train", "-c", "recipe.yaml", "--dry-run"], ["profile", "recipe.yaml"], STUDY
-    commands += ["find", "batch-size", "recipe.yaml"], ["find", "learning-rate", "recipe.yaml"]
+    commands += ["tune", "batch-size", "recipe.yaml"], ["tune", "learning-rate", "recipe.yaml"]
     for words in commands:
         done = tfgpu(*words, cwd=tmp_path)
         assert done.returncode == 2 and "names code to run" in done.stderr and "--allow-code" in done.stderr
-    done = tfgpu("bench", "input", "-c", "recipe.yaml", cwd=tmp_path)
+    done = tfgpu("profile", "input", "recipe.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "--allow-code" in done.stderr
     with pytest.raises(InputError, match="names code to run"):
         recipe.load(tmp_path / "recipe.yaml")
@@ -241,7 +241,7 @@ def test_a_cache_of_another_format_is_rebuilt(tmp_path):
 def test_a_hosts_name_is_no_option_of_ssh(tmp_path):
     (tmp_path / "train.py").write_text("")
     for nodes in ("-oProxyCommand=touch${IFS}mark,b", "-oProxyCommand=x,b", "--,b"):
-        done = tfgpu("launch", "-n", "2", "--nodes", nodes, "train.py", cwd=tmp_path)
+        done = tfgpu("launch", "-n", "2", "--hosts", nodes, "train.py", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
     assert not (tmp_path / "mark").exists()
 

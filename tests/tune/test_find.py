@@ -1,4 +1,4 @@
-"""`tfgpu find`: its output, its files, and invalid input."""
+"""`tfgpu tune batch-size` and `learning-rate`: its output, its files, and invalid input."""
 
 import json
 import math
@@ -26,7 +26,7 @@ SMALL = ["--model", "mlp", "--model-option", "widths=[16]"]
 def tfgpu(*words, cwd, timeout=550):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"}
     environ.pop("TF_CPP_MIN_LOG_LEVEL", None)  # As users have it.
-    command = [sys.executable, "-m", "tfgpu", "find", *map(str, words)]
+    command = [sys.executable, "-m", "tfgpu", "tune", *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
@@ -37,14 +37,14 @@ def tfgpu(*words, cwd, timeout=550):
         (["batch-size", "--lowest", "0"], "`lowest` must be a whole number from 1. Received: 0."),
         (["batch-size", "--lowest", "two"], "Invalid value for '--lowest'"),
         (["batch-size", "--scale", "sqr"], "Did you mean 'sqrt'?"),
-        (["batch-size", "--memory-limit", "much"], "A size of memory is a number with a unit"),
+        (["batch-size", "--device-memory", "much"], "A size of memory is a number with a unit"),
         (["batch-size", "--timeout", "-1"], "`timeout_s` must be above 0. Received: -1.0."),
         (["batch-size", "--output", "full"], "--output must be a new or empty folder. Received: 'full'."),
         (["learning-rate", "--output", "full"], "--output must be a new or empty folder. Received: 'full'."),
         (["learning-rate", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),
         (["batch-size", "stranger.yaml"], "stranger.yaml names code to run: model: os:system"),
         (["learning-rate", "stranger.yaml"], "stranger.yaml names code to run: model: os:system"),
-        (["batchsize"], "No such command 'batchsize'"),
+        (["batchsize"], "Unknown recipe 'batchsize'"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(words, expected, tmp_path, monkeypatch, capsys):
@@ -54,7 +54,7 @@ def test_wrong_arguments_are_refused_at_once(words, expected, tmp_path, monkeypa
     (tmp_path / "full/thesis.tex").write_text("mine")
     (tmp_path / "stranger.yaml").write_text("model: os:system\n")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["find", *words])
+        cli.main(["tune", *words])
     assert ended.value.code == 2 and expected in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "stranger.yaml"]
 
@@ -82,7 +82,7 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
     row = next(line for line in lines if line.startswith("16,384"))
     assert row.split() == ["16,384", "123,457", "119,000-1,234,568", "12.7", "s", "80.5", "GB", "fastest,", "largest"]
     assert "GPU peak" in "\n".join(lines) and "8 replicas, NVIDIA H100" in lines[0]
-    assert "Settings: --global-batch 16384 --learning-rate 0.0042 --warmup-epochs 5" in lines
+    assert "Settings: --batch 16384 --learning-rate 0.0042 --warmup-epochs 5" in lines
 
 
 def test_rates_have_three_digits_wherever_they_are_shown(capsys):
@@ -104,7 +104,7 @@ def test_rates_have_three_digits_wherever_they_are_shown(capsys):
 
 @pytest.mark.slow
 def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
-    words = ["batch-size", "digits", *SMALL, "--epochs", 8, "--lowest", 200, "--highest", 400, "--rounds", 1]
+    words = ["batch-size", "digits", *SMALL, "--epochs", 8, "--lowest", 200, "--highest", 400, "--repeats", 1]
     done = tfgpu(*words, "--output", "a/found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "TensorFlow" not in done.stderr and "WARNING" not in done.stderr, done.stderr
@@ -118,7 +118,7 @@ def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
     assert [one["batch"] for one in result["tries"]] == [200, 400]
     assert {name: made[name] for name in result["settings"]} == result["settings"]
     assert made["warmup_epochs"] == 2.0 and made["model_options"] == {"widths": [16]}
-    train = [sys.executable, "-m", "tfgpu", "train", "--config", folder / "recipe.yaml", "--epochs", "3"]
+    train = [sys.executable, "-m", "tfgpu", "train", folder / "recipe.yaml", "--epochs", "3"]
     trained = subprocess.run(
         train, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=550
     )
@@ -129,7 +129,7 @@ def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
 
 @pytest.mark.slow
 def test_a_batch_size_as_json(tmp_path):
-    words = ["batch-size", *SMALL, "--lowest", 300, "--highest", 300, "--rounds", 1, "--scale", "none", "--json"]
+    words = ["batch-size", *SMALL, "--lowest", 300, "--highest", 300, "--repeats", 1, "--scale", "none", "--json"]
     done = tfgpu(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

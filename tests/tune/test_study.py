@@ -102,7 +102,7 @@ def test_a_study_leaves_a_recipe_that_repeats_its_best_trial(tmp_path):
 @pytest.mark.slow
 def test_a_killed_study_resumes_and_equals_an_uninterrupted_one(tmp_path):
     words = ["--trials", 4, "--search", "learning_rate=1e-4..1e-1:log", "--epochs", 6, "--model", "mlp"]
-    words += ["--model-option", "widths=[16]", "--global-batch", 64, "--pruner", "none"]
+    words += ["--model-option", "widths=[16]", "--batch", 64, "--pruner", "none"]
     killed = subprocess.Popen(
         command(*words, "--output", "study"), cwd=tmp_path, env=environ(), stdout=subprocess.DEVNULL
     )

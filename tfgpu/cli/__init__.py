@@ -15,39 +15,41 @@ from typing import Annotated
 import typer
 
 from tfgpu.cli import (
-    bench,
     compare,
+    compare_weights,
     data,
     doctor,
     export,
     find,
     kernel,
     launch,
+    moved,
     plan,
     profile,
+    profile_input,
+    profile_pipeline,
     run,
+    screen,
     top,
     train,
     tune,
-    verify,
 )
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 
 app = typer.Typer(
+    cls=screen.Group,
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
     epilog=(
-        "Start with [bold]tfgpu train[/], or [bold]tfgpu doctor[/] to see what this machine has.\n\n"
         "[bold]Examples[/]\n\n"
-        "tfgpu train\n\n"
-        "tfgpu doctor\n\n"
+        "tfgpu train digits\n\n"
         "tfgpu run train.py --epochs 3\n\n"
-        "tfgpu launch -n 4 train.py"
+        "tfgpu launch -n 4 train.py\n\n"
+        "tfgpu doctor"
     ),
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=screen.HELP,
 )
 
 
@@ -73,8 +75,10 @@ def _execute(words: list[str]) -> int:
     except typer.TyperException as error:
         if message := error.format_message():  # Empty after the help that a command without arguments prints.
             context = getattr(error, "ctx", None)
+            path = context.command_path if context else "tfgpu"
+            moved_to = moved.option(path.removeprefix("tfgpu").strip(), getattr(error, "option_name", None), words)
             stop = "" if message.endswith((".", "?", ")")) else "."
-            complain(f"{message}{stop} See `{context.command_path if context else 'tfgpu'} --help`.")
+            complain(f"{moved_to or message + stop} See `{path} --help`.")
         return error.exit_code
     except Exception as error:
         return _complain_of(error, words)
@@ -123,21 +127,12 @@ def _main(
     pass
 
 
-app.add_typer(train.app)
-app.add_typer(run.app)
-app.add_typer(launch.app)
+# In the order of the help. A command of two words comes after its first.
+for _command in (train, run, launch, tune, find, profile, profile_input, profile_pipeline, plan, doctor, top):
+    app.add_typer(_command.app)
 app.add_typer(data.app, name="data")
-app.add_typer(doctor.app)
-app.add_typer(plan.app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(profile.app)
-app.add_typer(tune.app)
-app.add_typer(find.app, name="find")
-app.add_typer(export.app)
-app.add_typer(compare.app)
-app.add_typer(verify.app)
-app.add_typer(kernel.app)
-app.add_typer(top.app)
+for _command in (export, compare, compare_weights, kernel):
+    app.add_typer(_command.app)
 
 
 def _one_line(error: Exception) -> str:

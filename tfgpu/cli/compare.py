@@ -1,6 +1,5 @@
 """`tfgpu compare`: runs side by side."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +7,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json
 from tfgpu.redact import printable
 
 app = typer.Typer()
@@ -19,7 +20,10 @@ _NAME = 24
 
 
 @app.command(
-    help="Compare runs: print a table, and write a page with their curves.",
+    "compare",
+    cls=screen.Command,
+    short_help="Compare runs; find where their weights part.",
+    help="Compare runs: print a table, and write a page with their curves (not with --json).",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu compare runs/a runs/b\n\n"
@@ -32,13 +36,14 @@ def compare(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing file is replaced.")
     ] = Path("compare.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and write no page.")] = False,
+    as_json: AsJson = False,
+    json_to: JsonTo = None,
 ) -> None:
+    check_json(json_to)
     from tfgpu.recipes import compare as comparing
 
     found = comparing.compare(runs)
-    if as_json:
-        print(json.dumps(found.as_json(), indent=2, default=str))
+    if put_json(found.as_json(), as_json=as_json, json_to=json_to):
         return
     names = [printable(run.name) for run in found.runs]
     shown = _told_apart(names)

@@ -6,11 +6,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tfgpu.cli import screen
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import whole_number
 from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer(
+    cls=screen.Group,
+    short_help="Write and check shards; prepare data in other processes.",
     help="Write data as shards, check them, and prepare data in other processes.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -18,12 +21,13 @@ app = typer.Typer(
         "tfgpu data check shards/\n\n"
         "tfgpu data serve --workers 4"
     ),
-    no_args_is_help=True,
 )
 
 
 @app.command(
     "write",
+    cls=screen.Command,
+    short_help="Write any source as TFRecord shards.",
     help="Write any source as TFRecord shards with checksums and an index; training on them gets the same batches.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -57,6 +61,8 @@ def write_data(
 
 @app.command(
     "check",
+    cls=screen.Command,
+    short_help="Compare shards with their checksums.",
     help="Read the shards in a folder and compare their checksums with the index.",
     epilog="[bold]Example[/]\n\ntfgpu data check shards/",
 )
@@ -72,6 +78,8 @@ def check_data(
 
 @app.command(
     "serve",
+    cls=screen.Command,
+    short_help="Start a tf.data service, whose processes prepare data.",
     help=(
         "Start a tf.data service, whose processes decode and augment for training, until Ctrl-C. Prints the address "
         "for [bold]data.load(service=...)[/]."
@@ -84,7 +92,7 @@ def check_data(
     ),
 )
 def serve_data(
-    workers: Annotated[int, typer.Option(metavar="N", help="Number of worker processes.")] = 1,
+    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Number of worker processes.")] = 1,
     port: Annotated[int, typer.Option(metavar="N", help="The dispatcher's port; 0 takes a free one.")] = 0,
     host: Annotated[str, typer.Option(metavar="NAME", help="This machine's name for other machines.")] = "localhost",
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Add workers to this dispatcher.")] = None,

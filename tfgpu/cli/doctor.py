@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli import completion
-from tfgpu.cli.flags import with_options
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json, with_options
 from tfgpu.cli.start import complain
 from tfgpu.errors import InputError
 
@@ -30,12 +30,13 @@ class Options:
     script: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SCRIPT [ARGUMENTS]]",
+            metavar="SCRIPT",
             help="Instead: which pieces of this script's step replicas compute by rows, and which on all rows. "
             "It runs up to its first step; its own options follow --.",
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False
+    as_json: AsJson = False
+    json_to: JsonTo = None
     fix: Annotated[
         bool, typer.Option("--fix", help="Print a shell script that fixes what was found. Nothing is run.")
     ] = False
@@ -57,7 +58,7 @@ class Options:
             rich_help_panel=_TRAIN,
         ),
     ] = False
-    workers: Annotated[
+    hosts: Annotated[
         str | None,
         typer.Option(
             metavar="HOSTS",
@@ -78,34 +79,49 @@ class Options:
     ] = None
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Its name \\[tfgpu-doctor-<time>.zip].", rich_help_panel=_BUNDLE),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Its name \\[tfgpu-doctor-<time>.zip].", rich_help_panel=_BUNDLE
+        ),
     ] = None
 
 
 @app.command(
+    "doctor",
+    cls=screen.first(
+        script="Instead: which pieces of a script's step see all rows.",
+        fix="Print a shell script that fixes what was found.",
+        model="Also advise on the layers of this model.",
+        train="Also measure, and train with every strategy: two minutes.",
+        hosts="Machines to reach by ssh, for --train: host1,host2.",
+        bundle="Write a .zip to attach to a bug report.",
+        as_json=None,
+        json_to=None,
+    ),
+    short_help="Find what stops or slows training here, and how to fix it.",
     help="Find what stops or slows training on this machine, and how to fix it.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu doctor\n\n"
         "tfgpu doctor --fix > fix.sh\n\n"
-        "tfgpu doctor --train --workers host1,host2\n\n"
+        "tfgpu doctor --train --hosts host1,host2\n\n"
         "tfgpu doctor --bundle --run runs/best\n\n"
         "tfgpu doctor train.py -- --epochs 3"
     ),
 )
 @with_options(Options)
 def doctor(options: Options) -> None:
+    check_json(options.json_to)
     if options.script:
         _examine_script(options)
         return
     if options.as_json and options.fix:
         raise InputError("--json and --fix exclude each other: --json includes each command. Give one of them.")
-    _only_with("--train", options.train, {"--workers": options.workers, "--ssh": options.ssh})
+    _only_with("--train", options.train, {"--hosts": options.hosts, "--ssh": options.ssh})
     _only_with("--bundle", options.bundle, {"--run": options.run, "--output": options.output})
     from tfgpu.doctor import advise, gather, judge, selftest, stops_training
     from tfgpu.doctor import bundle as bundles
 
-    hosts = [] if options.workers is None else selftest.checked(options.workers.split(","))
+    hosts = [] if options.hosts is None else selftest.checked(options.hosts.split(","))
     path = bundles.checked(options.output or bundles.default_path(), options.run) if options.bundle else None
     environ = dict(os.environ)
     for_programs = options.as_json or options.fix
@@ -133,17 +149,17 @@ def doctor(options: Options) -> None:
 
 def _examine_script(options: Options) -> None:
     """Shows what becomes of each piece of a script's step."""
-    others = replace(options, script=None, as_json=False)
+    others = replace(options, script=None, as_json=False, json_to=None)
     if others != Options():
-        raise InputError("With a script, `tfgpu doctor` takes --json alone. Run it without a script for the machine.")
+        raise InputError(
+            "With a script, `tfgpu doctor` takes --json and --json-to alone. Run it without a script for the machine."
+        )
     from tfgpu.doctor import pieces
 
     script, *arguments = options.script or []
     with Console(stderr=True).status("running the script up to its first step"):
         found = pieces.rehearse(script, arguments, environ=dict(os.environ))
-    if options.as_json:
-        print(pieces.to_json(found))
-    else:
+    if not put_json(pieces.to_json(found), as_json=options.as_json, json_to=options.json_to):
         _show_pieces(found)
     if found.failed:
         raise typer.Exit(1)
@@ -170,9 +186,9 @@ def _show_pieces(found: Any) -> None:
 def _show_result(checks: Sequence[Any], options: Options, interrupted: bool) -> None:
     from tfgpu.doctor import script, to_json
 
-    if options.as_json:
-        print(to_json(checks))
-    elif options.fix:
+    if put_json(to_json(checks), as_json=options.as_json, json_to=options.json_to):
+        return
+    if options.fix:
         print(script(checks), end="")
     elif not interrupted:
         _show_counts(checks)

@@ -1,6 +1,5 @@
 """`tfgpu export`: writes a model for other programs."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,13 +7,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tfgpu.cli import completion
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json
 from tfgpu.cli.start import imported, start_tensorflow
 
 app = typer.Typer()
 
 
 @app.command(
+    "export",
+    cls=screen.first(
+        model=None,
+        path=None,
+        formats="savedmodel, onnx or litert; can be repeated [savedmodel].",
+        example="Rows to compare on: .txt, .json, .npy or .npz.",
+        check=None,
+        overwrite=None,
+        as_json=None,
+        json_to=None,
+    ),
+    short_help="Write a model as a SavedModel, ONNX or LiteRT.",
     help="Write a trained model as a SavedModel, ONNX or LiteRT, and compare its outputs with the model's.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -45,8 +57,10 @@ def export(
     ] = None,
     check: Annotated[bool, typer.Option(help="Run the exported model and compare its outputs.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    as_json: AsJson = False,
+    json_to: JsonTo = None,
 ) -> None:
+    check_json(json_to)
     start_tensorflow()
     exporting = imported("tfgpu.serving.exporting")
     rows = None if example is None else imported("tfgpu.serving.examples").read(example)
@@ -54,8 +68,7 @@ def export(
         exporting.export(model, path, format=name, example=rows, check=check, overwrite=overwrite)
         for name in dict.fromkeys(formats or ["savedmodel"])
     ]
-    if as_json:
-        print(json.dumps([{**asdict(each), "path": str(each.path)} for each in made], indent=2))
+    if put_json([{**asdict(each), "path": str(each.path)} for each in made], as_json=as_json, json_to=json_to):
         return
     console = Console(highlight=False, soft_wrap=True)
     for each in made:

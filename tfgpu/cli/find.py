@@ -1,4 +1,4 @@
-"""`tfgpu find`: finds a recipe's batch size and learning rate by short trainings."""
+"""`tfgpu tune batch-size` and `learning-rate`: finds them for a recipe by short trainings."""
 
 import json
 import math
@@ -12,8 +12,18 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import atomic
-from tfgpu.cli import completion
-from tfgpu.cli.flags import ALLOW_CODE, DEBUG, RECIPE_NAME, given, with_settings
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import (
+    ALLOW_CODE,
+    DEBUG,
+    OWN_JSON,
+    RECIPE_NAME,
+    check_json,
+    flag_of,
+    given,
+    put_json,
+    with_settings,
+)
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.parallel.planning.hardware import bytes_of, shown
@@ -22,20 +32,16 @@ from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
 from tfgpu.tune.scaling import RULES, rate_text
 
-app = typer.Typer(
-    help="Find a recipe's batch size or learning rate by training for some minutes.",
-    epilog="[bold]Examples[/]\n\ntfgpu find batch-size digits\n\ntfgpu find learning-rate digits --optimizer momentum",
-    no_args_is_help=True,
-)
+app = typer.Typer()
 _ROWS = 10
 PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
 _ALL = {
     "name": RECIPE_NAME,
     "output": (
         *(Path | None, None, ["--output", "-o"], "DIR"),
-        "A folder for plot.png, result.json and recipe.yaml, for tfgpu train --config.",
+        "A folder for plot.png, result.json and recipe.yaml, for tfgpu train.",
     ),
-    "as_json": (bool, False, ["--json"], None, "Print the result as JSON."),
+    **OWN_JSON,
     "allow_code": ALLOW_CODE,
     "debug": DEBUG,
 }
@@ -56,9 +62,9 @@ BATCH = {
         "How the learning rate scales with the batch: linear, sqrt, none; auto: linear for sgd, momentum, lars, else "
         "sqrt [auto].",
     ),
-    "rounds": (int, 5, ["--rounds"], "INTEGER", "Half-second measurements of each batch [5]."),
-    "memory_limit": (
-        *(str | None, None, ["--memory-limit"], "SIZE"),
+    "repeats": (int, 5, ["--repeats"], "INTEGER", "Half-second measurements of each batch [5]."),
+    "device_memory": (
+        *(str | None, None, ["--device-memory"], "SIZE"),
         "Memory of each GPU, such as 16GB; without GPUs, memory that the process may reserve [none].",
     ),
     "timeout": (float, 600.0, ["--timeout"], "SECONDS", "A batch that takes longer counts as too large [600]."),
@@ -72,14 +78,27 @@ RATE = {
 
 
 @app.command(
-    "batch-size",
+    "tune batch-size",
+    cls=screen.first(
+        name="A ready recipe (tfgpu train --list) or a YAML file.",
+        lowest="The smallest batch to try [8 per replica].",
+        highest="The largest batch to try [the training examples].",
+        rate_only="Do not search for the largest that fits.",
+        scale="How the learning rate scales: linear, sqrt, none [auto].",
+        device_memory="Memory of each GPU, such as 16GB.",
+        timeout="A batch that takes longer is too large [600].",
+        output="A folder for plot.png, result.json and recipe.yaml.",
+        as_json=None,
+        json_to=None,
+    ),
+    short_help="Find the batch sizes that fit, and the fastest.",
     help="Train some steps with one batch size after the other: which fit, and their rate in examples per second.",
     epilog=(
         "[bold]Examples[/]\n\n"
-        "tfgpu find batch-size digits\n\n"
-        "tfgpu find batch-size cifar10 --lowest 64 --highest 4096 --output found/cifar10\n\n"
-        "tfgpu find batch-size imagenet --rate-only --memory-limit 16GB --precision mixed_bfloat16\n\n"
-        "tfgpu train --config found/cifar10/recipe.yaml"
+        "tfgpu tune batch-size digits\n\n"
+        "tfgpu tune batch-size cifar10 --lowest 64 --highest 4096 --output found/cifar10\n\n"
+        "tfgpu tune batch-size imagenet --rate-only --device-memory 16GB --precision mixed_bfloat16\n\n"
+        "tfgpu train found/cifar10/recipe.yaml"
     ),
 )
 @with_settings(BATCH, names={"name": completion.ready_recipes, "scale": lambda: RULES})
@@ -88,6 +107,7 @@ def find_batch_size(
     name: str | None,
     output: Path | None,
     as_json: bool,
+    json_to: Path | None,
     allow_code: bool,
     debug: bool,
     lowest: int | None,
@@ -95,14 +115,15 @@ def find_batch_size(
     granularity: int | None,
     rate_only: bool,
     scale: str,
-    rounds: int,
-    memory_limit: str | None,
+    repeats: int,
+    device_memory: str | None,
     timeout: float,
     **flags: Any,
 ) -> None:
     recipe = _recipe(name, given(flags), allow_code=allow_code)
-    limit = None if memory_limit is None else bytes_of(memory_limit)
+    limit = None if device_memory is None else bytes_of(device_memory)
     folder = _folder(output)
+    check_json(json_to)
     finder = imported("tfgpu.tune.batch_search")
     try:
         with Console(stderr=True).status("reading the recipe") as status:
@@ -113,7 +134,7 @@ def find_batch_size(
                 granularity=granularity,
                 largest=not rate_only,
                 scale=scale,
-                rounds=rounds,
+                rounds=repeats,
                 memory_limit_bytes=limit,
                 timeout_s=timeout,
                 on_try=lambda one: status.update(f"a batch of {one.batch:,} {'fits' if one.fits else 'does not fit'}"),
@@ -126,8 +147,7 @@ def find_batch_size(
         start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
         head = f"# The fastest of {len(found.tries)} batches tried with {found.device}: {found.fastest}.\n"
         _write(folder, result, found.recipe, head, found.plot)
-    if as_json:
-        print(json.dumps(result, indent=2))
+    if put_json(result, as_json=as_json, json_to=json_to):
         return
     console = Console(highlight=False)
     _show_batches(console, found)
@@ -135,13 +155,24 @@ def find_batch_size(
 
 
 @app.command(
-    "learning-rate",
+    "tune learning-rate",
+    cls=screen.first(
+        name="A ready recipe (tfgpu train --list) or a YAML file.",
+        lowest="Learning rate of the first step [1e-6].",
+        highest="Learning rate of the last step [1].",
+        steps="Number of steps, at least 20 [200].",
+        optimizer="A Keras optimizer, momentum or lars [adam].",
+        output="A folder for plot.png, result.json and recipe.yaml.",
+        as_json=None,
+        json_to=None,
+    ),
+    short_help="Find where the loss falls as the learning rate rises.",
     help="Train some steps with a rising learning rate, and show where the loss falls. The model is discarded.",
     epilog=(
         "[bold]Examples[/]\n\n"
-        "tfgpu find learning-rate digits\n\n"
-        "tfgpu find learning-rate digits --optimizer momentum --steps 400 --output found/rate\n\n"
-        "tfgpu train --config found/rate/recipe.yaml"
+        "tfgpu tune learning-rate digits\n\n"
+        "tfgpu tune learning-rate digits --optimizer momentum --steps 400 --output found/rate\n\n"
+        "tfgpu train found/rate/recipe.yaml"
     ),
 )
 @with_settings(RATE, names={"name": completion.ready_recipes})
@@ -150,6 +181,7 @@ def find_learning_rate(
     name: str | None,
     output: Path | None,
     as_json: bool,
+    json_to: Path | None,
     allow_code: bool,
     debug: bool,
     lowest: float,
@@ -160,6 +192,7 @@ def find_learning_rate(
     recipe = _recipe(name, given(flags), allow_code=allow_code)
     recipes.check(recipe)
     folder = _folder(output)
+    check_json(json_to)
     try:
         with Console(stderr=True).status("starting TensorFlow"):
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
@@ -175,9 +208,7 @@ def find_learning_rate(
         made = recipes.make({**recipe.model_dump(mode="json"), **settings}) if settings else None
         _write(folder, result, made, f"# The range test's learning rate: {tested.reason}\n", tested.plot)
     console = Console(highlight=False)
-    if as_json:
-        print(json.dumps(_finite(result), indent=2))
-    else:
+    if not put_json(_finite(result), as_json=as_json, json_to=json_to):
         _show_rates(console, tested)
         _show_settings(console, settings, folder)
     if not settings:
@@ -267,8 +298,8 @@ def _show_rates(console: Console, tested: Any) -> None:
 
 def _show_settings(console: Console, settings: Mapping[str, Any], folder: Path | None) -> None:
     if settings:
-        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items())
+        flags = " ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
         console.print(f"Settings: {flags}", markup=False, soft_wrap=True)
     if folder is not None:
-        wrote = f"tfgpu train --config {folder / RECIPE}" if settings else str(folder / PLOT)
+        wrote = f"tfgpu train {folder / RECIPE}" if settings else str(folder / PLOT)
         console.print(f"{wrote}", markup=False, soft_wrap=True)

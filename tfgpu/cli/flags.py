@@ -2,24 +2,34 @@
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from rich.markup import escape
 
+from tfgpu import atomic
 from tfgpu.cli import completion
 from tfgpu.errors import InputError
 from tfgpu.recipes import recipe as recipes
 
 Options = TypeVar("Options")
 # Options that several commands share, for `with_settings`.
-RECIPE_NAME = (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags override it.")
+RECIPE_NAME = (str | None, None, [], "RECIPE", "A ready recipe (tfgpu train --list) or a YAML file; flags override it.")
 ALLOW_CODE = (
     *(bool, False, ["--allow-code"], None),
     "Allow files to name functions to call (module:function), as flags may.",
 )
+_JSON, _JSON_TO = "Print JSON instead of text.", "Write the JSON to a file."
+OWN_JSON = {
+    "as_json": (bool, False, ["--json"], None, _JSON),
+    "json_to": (Path | None, None, ["--json-to"], "FILE", _JSON_TO),
+}
+AsJson = Annotated[bool, typer.Option("--json", help=_JSON)]
+JsonTo = Annotated[Path | None, typer.Option("--json-to", metavar="FILE", help=_JSON_TO)]
 DEBUG = (bool, False, ["--debug"], None, "Show a traceback on failure (also TFGPU_DEBUG=1).")
 
 
@@ -71,6 +81,39 @@ def with_settings(
     return decorate
 
 
+def check_json(json_to: Path | None) -> None:
+    """Refuses a file that cannot be written, before the work whose result it gets.
+
+    Raises:
+        InputError: its folder does not exist, or it is a folder.
+    """
+    if json_to is not None and (json_to.is_dir() or not json_to.absolute().parent.is_dir()):
+        raise InputError(f"--json-to needs a file in an existing folder. Received: {str(json_to)!r}.")
+
+
+def put_json(value: Any, *, as_json: bool, json_to: Path | None) -> bool:
+    """Writes a result, or its JSON, to the file of `--json-to` and, with `--json`, prints it; returns `as_json`."""
+    text = value if isinstance(value, str) else json.dumps(value, indent=2, default=str)
+    if json_to is not None:
+        try:
+            atomic.write_text(json_to, text + "\n")
+        except OSError as error:
+            raise InputError(f"--json-to {json_to} cannot be written: {error.strerror}. Give another file.") from error
+    if as_json:
+        print(text)
+    return as_json
+
+
+def flag_of(setting: str) -> str:
+    """The flag of a setting of the recipe schema.
+
+    Example:
+        >>> flag_of("global_batch"), flag_of("learning_rate")
+        ('--batch', '--learning-rate')
+    """
+    return recipes.Recipe.model_fields[setting].json_schema_extra.get("flag", f"--{setting.replace('_', '-')}")
+
+
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Keeps the options that were given, with KEY=VALUE pairs as a mapping."""
     kept = {name: value for name, value in flags.items() if value not in (None, [], ())}
@@ -106,10 +149,9 @@ def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:
 
     Values stay text: the schema parses them, so that a flag and a file give the same error for an invalid value.
     """
-    words = name.replace("_", "-")
-    flag = field.json_schema_extra.get("flag", f"--{words}")
+    flag = flag_of(name)
     if field.annotation is bool:
-        return bool | None, [f"{flag}/--no-{words}"], None
+        return bool | None, [f"{flag}/--no-{flag[2:]}"], None
     if get_origin(field.annotation) is dict:
         return list[str] | None, [flag], "KEY=VALUE"
     if isinstance(field.default, tuple):

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tfgpu.cli import screen
 from tfgpu.cli.start import imported, start_tensorflow
 
 app = typer.Typer()
@@ -12,6 +13,8 @@ app = typer.Typer()
 
 @app.command(
     "build-kernel",
+    cls=screen.Command,
+    hidden=True,
     help="Build a library of custom operations for the installed TensorFlow, with CUDA kernels if nvcc is installed.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -25,7 +28,8 @@ def build_kernel(
         typer.Argument(metavar="SOURCE...", exists=True, dir_okay=False, help="C++ files, and CUDA files (.cu)."),
     ],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The library. Default: libNAME.so beside the first source.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The library \\[libNAME.so beside the first source]."),
     ] = None,
     cuda: Annotated[
         bool | None,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tfgpu.cli import screen
 from tfgpu.cli.flags import with_options
 from tfgpu.errors import InputError
 from tfgpu.launch.attempts import GRACE_S
@@ -21,10 +22,10 @@ app = typer.Typer()
 _SSH, _SLURM, _KUBERNETES = "Several machines", "Slurm", "Kubernetes"
 _BATCH_GRACE_S = 60
 _OF_SSH = ("python", "directory", "ssh")
-_OF_SLURM = ("time", "partition", "account", "sbatch", "dry_run", "wait")
+_OF_SLURM = ("nodes", "time", "partition", "account", "sbatch", "dry_run", "wait")
 _OF_KUBERNETES = (
     *("name", "image", "claim", "claim_size", "storage_class", "namespace", "mount", "cpu", "memory", "shared_memory"),
-    *("port", "user", "pull_secret", "scheduling", "node_selector", "label", "in_image"),
+    *("port", "user", "pull_secret", "scheduling_timeout", "node_selector", "label", "in_image"),
 )
 
 
@@ -62,8 +63,10 @@ class Options:
     startup_timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds to wait for all processes at the start.")
     ] = 60.0
-    silence: Annotated[float, typer.Option(metavar="S", help="Heartbeat timeout in seconds; 0 disables it.")] = 60.0
-    grace: Annotated[
+    heartbeat_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds without a heartbeat after which a process has failed; 0: never.")
+    ] = 60.0
+    grace_period: Annotated[
         float | None,
         typer.Option(
             metavar="S",
@@ -79,11 +82,12 @@ class Options:
         list[str] | None,
         typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; without VALUE, its value here."),
     ] = None
-    nodes: _option(str, _SSH, "HOSTS", "Machines to reach by ssh: host1,host2. With --slurm, their number.") = None
+    hosts: _option(str, _SSH, "HOSTS", "Machines to reach by ssh: host1,host2.") = None
     python: _option(str, _SSH, "PATH", "Python interpreter on the machines [as here].") = None
     directory: _option(str, _SSH, "DIR", "Working directory on the machines [as here].") = None
     ssh: _option(str, _SSH, "COMMAND", "ssh with your own options.") = None
     slurm: _flag(_SLURM, "--slurm", "Submit to Slurm; -n: processes on all nodes together.") = False
+    nodes: _option(str, _SLURM, "N", "Number of machines [1].") = None
     time: _option(str, _SLURM, "LIMIT", "Time limit: minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None
     partition: _option(str, _SLURM, "NAME", "Partition of the job [the default one].") = None
     account: _option(str, _SLURM, "NAME", "Account to charge [your default].") = None
@@ -102,7 +106,7 @@ class Options:
     cpu: _option(str, _KUBERNETES, "N", "Cores of each pod [4].") = None
     memory: _option(str, _KUBERNETES, "SIZE", "Memory of each pod [16Gi].") = None
     shared_memory: _option(str, _KUBERNETES, "SIZE", "/dev/shm of each pod [2Gi].") = None
-    scheduling: _option(int, _KUBERNETES, "S", "Seconds within which all pods must start [600].") = None
+    scheduling_timeout: _option(int, _KUBERNETES, "S", "Seconds within which all pods must start [600].") = None
     port: _option(int, _KUBERNETES, "PORT", "Port of the workers [2222].") = None
     user: _option(int, _KUBERNETES, "UID", "User that the container runs as [10001].") = None
     pull_secret: _option(str, _KUBERNETES, "NAME", "Secret for the image registry.") = None
@@ -112,12 +116,25 @@ class Options:
 
 @app.command(
     "launch",
+    cls=screen.first(
+        script="The Python file; the arguments after it are its own.",
+        workers="Training processes, on all machines together [1 each].",
+        gpus_per_worker="GPUs per worker [an equal share]; 0: the CPU.",
+        parameter_servers="Number of parameter servers; they also add a chief.",
+        max_restarts="How often to restart all processes after a failure [0].",
+        hosts="Machines to reach by ssh: host1,host2.",
+        slurm="Submit to Slurm: --nodes, --time, --partition, ...",
+        kubernetes="Print manifests: job, tfjob or trainjob.",
+        env="A variable for every process.",
+        logs="Folder for the log files [tfgpu-logs/<time>-<script>].",
+    ),
+    short_help="Run a script as several processes that train together.",
     help="Run a script in several processes that train together, supervise them, and restart them after a failure.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu launch -n 4 train.py --epochs 3\n\n"
         "tfgpu launch -n 2 --ps 1 --max-restarts 3 train.py\n\n"
-        "tfgpu launch --nodes gpu1,gpu2 -n 8 train.py\n\n"
+        "tfgpu launch --hosts gpu1,gpu2 -n 8 train.py\n\n"
         "tfgpu launch --slurm --nodes 2 -n 8 --gpus-per-worker 1 --time 12:00:00 train.py\n\n"
         "tfgpu launch --kubernetes job -n 4 --gpus-per-worker 1 --name digits --image IMAGE --claim runs train.py"
     ),
@@ -137,16 +154,20 @@ def launch_script(options: Options) -> None:
 
 def _check(options: Options) -> None:
     """Rejects options that exclude each other, or that belong to another engine."""
-    if options.slurm and options.kubernetes is not None:
-        raise InputError("--slurm and --kubernetes exclude each other. Give one of them.")
-    if options.slurm or options.nodes is None:
-        _only_with("--nodes HOSTS", _given(options, _OF_SSH))
+    if options.nodes is not None and not options.nodes.isdecimal():
+        raise InputError(
+            f"--nodes is the number of machines, for --slurm. Received: {options.nodes!r}. "
+            "For machines to reach by ssh, write --hosts host1,host2."
+        )
+    engines = [name for name in ("hosts", "slurm", "kubernetes") if getattr(options, name) not in (None, False)]
+    if len(engines) > 1:
+        raise InputError(f"--{engines[0]} and --{engines[1]} exclude each other. Give one of them.")
+    if options.hosts is None:
+        _only_with("--hosts HOSTS", _given(options, _OF_SSH))
     if not options.slurm:
         _only_with("--slurm", _given(options, _OF_SLURM))
     if options.kubernetes is None:
         _only_with("--kubernetes KIND", _given(options, _OF_KUBERNETES))
-    elif options.nodes is not None:
-        raise InputError("--nodes is for ssh and Slurm: Kubernetes chooses the nodes. Omit --nodes or --kubernetes.")
     if options.no_logs and options.logs:
         raise InputError("--logs and --no-logs exclude each other. Give one of them.")
     if options.kubernetes is not None and options.logs is not None:
@@ -160,11 +181,11 @@ def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _hosts(options: Options) -> list[str]:
-    return options.nodes.split(",") if options.nodes is not None and not options.slurm else []
+    return [] if options.hosts is None else options.hosts.split(",")
 
 
 def _machines(options: Options) -> int:
-    return _number(options.nodes) if options.slurm else max(1, len(_hosts(options)))
+    return int(options.nodes or 1) if options.slurm else max(1, len(_hosts(options)))
 
 
 def _job(options: Options) -> Job:
@@ -178,14 +199,14 @@ def _job(options: Options) -> Job:
         gpus_per_worker=options.gpus_per_worker,
         max_restarts=options.max_restarts,
         startup_timeout_s=options.startup_timeout,
-        silence_s=options.silence,
+        silence_s=options.heartbeat_timeout,
         logs=options.logs or default_folder(options.script) if has_logs else None,
         environment=_variables(options.env or ()),
     )
 
 
 def _launch(job: Job, options: Options) -> int:
-    grace_s = GRACE_S if options.grace is None else options.grace
+    grace_s = GRACE_S if options.grace_period is None else options.grace_period
     if options.slurm:
         from tfgpu.launch.slurm.allocation import Allocation
         from tfgpu.launch.slurm.submission import launch
@@ -204,7 +225,7 @@ def _launch(job: Job, options: Options) -> int:
 
 
 def _batch_grace_s(options: Options) -> int:
-    return _BATCH_GRACE_S if options.grace is None else math.ceil(options.grace)
+    return _BATCH_GRACE_S if options.grace_period is None else math.ceil(options.grace_period)
 
 
 def _warn_of_secrets(job: Job, options: Options) -> None:
@@ -237,7 +258,7 @@ def _manifests(job: Job, options: Options) -> str:
     path, in_image = Path(job.script), given.pop("in_image", False)
     if not in_image and not path.is_file():
         raise InputError(f"There is no script {job.script!r}. Give a file, or add --in-image for one in the image.")
-    for flag, field in (("scheduling", "scheduling_s"), ("label", "labels")):
+    for flag, field in (("scheduling_timeout", "scheduling_s"), ("label", "labels")):
         if flag in given:
             given[field] = given.pop(flag)
     for field in ("node_selector", "labels"):
@@ -252,12 +273,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals:
         raise InputError(f"A label must be KEY=VALUE. Received: {text!r}.")
     return key, value
-
-
-def _number(nodes: str | None) -> int:
-    if nodes is not None and not nodes.isdecimal():
-        raise InputError(f"With --slurm, --nodes must be a number: Slurm chooses the machines. Received: {nodes!r}.")
-    return int(nodes or 1)
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, str]:

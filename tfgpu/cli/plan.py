@@ -1,9 +1,7 @@
 """`tfgpu plan`: the possible layouts of a model over devices, their memory, and the time of a step."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu import atomic
-from tfgpu.cli import completion
-from tfgpu.cli.flags import pairs, with_options
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, pairs, put_json, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel.planning import hardware, timing
@@ -47,14 +44,14 @@ def _on(help_text: str, *flags: str, metavar: str | None = None, names: completi
 class Options:
     """The options of `tfgpu plan`."""
 
-    devices: Annotated[int, _on("Number of devices.", "--devices", "-n", metavar="INTEGER")]
+    devices: Annotated[int, _on("Number of devices.", "--devices", metavar="N")]
     model: Annotated[
         str | None,
         _option("A model, as for `tfgpu train`; or give the sizes of a transformer.", names=completion.models),
     ] = None
-    option: Annotated[
+    model_option: Annotated[
         list[str] | None,
-        _option("An option of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE"),
+        _option("An argument of the model's builder.", metavar="KEY=VALUE"),
     ] = None
     input_shape: Annotated[str | None, _option("Shape of one example, such as 224x224x3.", metavar="NxN")] = None
     classes: Annotated[int | None, _option("Number of classes; for a transformer, its vocabulary.")] = None
@@ -102,8 +99,8 @@ class Options:
             names=lambda: hardware.DEVICES,
         ),
     ] = "a100-80"
-    memory: Annotated[str | None, _on("Memory of a device, such as 80GB [the device's].", metavar="SIZE")] = None
-    per_host: Annotated[int, _on("Devices per host [8].")] = 8
+    device_memory: Annotated[str | None, _on("Memory of a device, such as 80GB [the device's].", metavar="SIZE")] = None
+    devices_per_host: Annotated[int, _on("Devices per host [8].")] = 8
     flops: Annotated[float | None, _on("Peak FLOP/s of a device, such as 312e12.")] = None
     bandwidth: Annotated[
         str | None, _on("Bytes per second between devices of a host, such as 300GB.", metavar="SIZE")
@@ -115,27 +112,41 @@ class Options:
         timing.EFFICIENCY
     )
     headroom: Annotated[float, _on(f"Share of the memory to leave free [{HEADROOM}].")] = HEADROOM
-    top: Annotated[int, _option("Number of layouts to show [10].", panel="Output")] = 10
-    to_json: Annotated[
-        Path | None, _option("Write all layouts to a file.", "--json", metavar="FILE", panel="Output")
-    ] = None
+    limit: Annotated[int, _option("Number of layouts to show [10].", panel="Output")] = 10
+    as_json: AsJson = False
+    json_to: JsonTo = None
 
 
 @app.command(
     "plan",
+    cls=screen.first(
+        devices="Number of devices (required).",
+        model="A model, as for tfgpu train; or a transformer's sizes:",
+        layers="Blocks; with --hidden --heads --sequence --vocabulary.",
+        pretrained="A published model, such as llama3-8b.",
+        input_shape="Shape of one example, such as 224x224x3.",
+        classes="Number of classes; of a transformer, its vocabulary.",
+        batch="Global batch [8 per device].",
+        device="The kind of device: v100-16, a100-80, h100-80, ... [a100-80].",
+        precision=None,
+        limit="Number of layouts to show [10].",
+        json_to="Write all layouts to a file; --json prints them.",
+    ),
+    short_help="List the layouts of a model over devices, the fastest first.",
     help="List the layouts of a model over devices, the fastest that fits first. Nothing is run.",
     epilog=(
         "[bold]Examples[/]\n\n"
+        "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8\n\n"
+        "tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2\n\n"
         "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8\n\n"
-        "tfgpu plan --model transformer --option depth=12 --option width=768 --option heads=12 --input-shape 1024 "
-        "--classes 50257 --devices 8 --device v100-16 --precision mixed_float16\n\n"
-        "tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2 --memory 24GB\n\n"
-        "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8 --batch 2048 --json plans.json"
+        "tfgpu plan --model transformer --model-option depth=12 --model-option width=768 --model-option heads=12 "
+        "--input-shape 1024 --classes 50257 --devices 8 --device v100-16 --precision mixed_float16"
     ),
 )
 @with_options(Options)
 def show_plans(options: Options) -> None:
-    whole_number("--top", options.top)
+    whole_number("--limit", options.limit)
+    check_json(options.json_to)
     if options.precision not in PRECISIONS:
         raise unknown("precision", options.precision, PRECISIONS)
     work = _workload(options)
@@ -143,10 +154,10 @@ def show_plans(options: Options) -> None:
         work,
         options.devices,
         batch=options.batch,
-        memory=options.memory,
+        memory=options.device_memory,
         optimizer=options.optimizer,
         device=options.device,
-        per_host=options.per_host,
+        per_host=options.devices_per_host,
         flops=options.flops,
         bandwidth=None if options.bandwidth is None else hardware.bytes_of(options.bandwidth),
         host_bandwidth=None if options.host_bandwidth is None else hardware.bytes_of(options.host_bandwidth),
@@ -154,15 +165,15 @@ def show_plans(options: Options) -> None:
         headroom=options.headroom,
         loss=options.loss,
     )
-    if options.to_json is not None:
-        _write(options.to_json, found)
-    _show(Console(highlight=False), _about(options, work), found, options.top)
+    rows = [asdict(one) | {"fits": one.fits} for one in found]
+    if not put_json(rows, as_json=options.as_json, json_to=options.json_to):
+        _show(Console(highlight=False), _about(options, work), found, options.limit)
     if not found[0].fits:
         raise typer.Exit(1)
 
 
 def _about(options: Options, work: Workload) -> str:
-    size = options.memory or f"{hardware.known(options.device).memory_bytes >> 30} GiB"
+    size = options.device_memory or f"{hardware.known(options.device).memory_bytes >> 30} GiB"
     parameters = work.parameters if options.pretrained is None else known(options.pretrained).parameters
     return (
         f"{work.name}: {_count(parameters)} parameters, batches of {options.batch or 8 * options.devices:,}, "
@@ -172,7 +183,7 @@ def _about(options: Options, work: Workload) -> str:
 
 
 def _workload(options: Options) -> Workload:
-    builder_options = pairs("--option", options.option or [])
+    builder_options = pairs("--model-option", options.model_option or [])
     values = {name: getattr(options, name) for name in (*_SIZES, "mlp", "dropout")}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
     model, precision = options.model, options.precision
@@ -189,7 +200,9 @@ def _workload(options: Options) -> Workload:
                 f"Missing: --{missing[0]}."
             )
         if builder_options:
-            raise InputError(f"--option is for --model. Received: {next(iter(builder_options))!r}. Add --model NAME.")
+            raise InputError(
+                f"--model-option is for --model. Received: {next(iter(builder_options))!r}. Add --model NAME."
+            )
         return Transformer(**given).workload(precision)
     if given:
         raise InputError(f"Give --model or sizes, not both. Received: --model {model} and --{next(iter(given))}.")
@@ -247,23 +260,14 @@ def _shape(model: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _write(path: Path, found: list[Plan]) -> None:
-    rows = [asdict(one) | {"fits": one.fits} for one in found]
-    try:
-        atomic.write_text(path, json.dumps(rows, indent=1) + "\n")
-    except OSError as error:
-        words = f"--json {path} cannot be written: {error.strerror}. Give a file in an existing folder."
-        raise InputError(words) from error
-
-
-def _show(console: Console, about: str, found: list[Plan], top: int) -> None:
+def _show(console: Console, about: str, found: list[Plan], limit: int) -> None:
     fitting = [one for one in found if one.fits]
     console.print(escape(about))
     if fitting:
         console.print()
-        console.print(_table(fitting[:top], wide=console.width >= _WIDE))
-        if len(fitting) > top:
-            console.print(f"\n[dim]and {len(fitting) - top:,} more that fit; --top {len(fitting)} shows them[/]")
+        console.print(_table(fitting[:limit], wide=console.width >= _WIDE))
+        if len(fitting) > limit:
+            console.print(f"\n[dim]and {len(fitting) - limit:,} more that fit; --limit {len(fitting)} shows them[/]")
     if len(found) > len(fitting):
         nearest = min(found[len(fitting) :], key=lambda one: one.lacks_bytes)
         memory, count = nearest.memory, len(found) - len(fitting)

@@ -1,7 +1,6 @@
-"""`tfgpu profile`: what limits a training, and which setting helps; or a picture of a model as a pipeline."""
+"""`tfgpu profile`: what limits a training, and which setting helps."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +10,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tfgpu.cli import completion
-from tfgpu.cli.flags import with_options
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
-from tfgpu.parallel.pipeline.schedule import SCHEDULES
 from tfgpu.recipes import ready
 
 app = typer.Typer()
-_STEPS, _PIPELINE = "The steps that are recorded", "Without TARGET: a model as a pipeline"
+_STEPS = "The steps that are recorded"
 _WINDOW = ("skip", "calls", "seconds", "nvtx")
-_OF_PIPELINE = ("model", "stages", "microbatches", "schedule", "devices", "cuts", "rows", "steps")
-_FOLDER, _PICTURE = Path("profile"), Path("schedule.html")
+_FOLDER = Path("profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +27,13 @@ class Options:
     """The options of `tfgpu profile`."""
 
     target: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="TARGET",
             help="A script (.py), a recipe (.yaml, or a ready one's name), or a trace: .xplane.pb, or a folder.",
-            autocompletion=completion.completing(completion.ready_recipes),
+            autocompletion=completion.completing(lambda: ["input", "pipeline", *completion.ready_recipes()]),
         ),
-    ] = None
+    ]
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
     skip: Annotated[
         int | None,
@@ -63,92 +60,46 @@ class Options:
         bool,
         typer.Option("--allow-code", rich_help_panel=_STEPS, help="Allow a recipe to name functions to call."),
     ] = False
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            rich_help_panel=_PIPELINE,
-            help="A builder's name, or module:function \\[mlp].",
-            autocompletion=completion.completing(completion.models),
-        ),
-    ] = None
-    stages: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Number of pipeline stages [4].")
-    ] = None
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Number of micro-batches [8].")
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=_PIPELINE,
-            help="1f1b, gpipe or interleaved [1f1b].",
-            autocompletion=completion.completing(lambda: SCHEDULES),
-        ),
-    ] = None
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            rich_help_panel=_PIPELINE,
-            help="Number of devices; logical CPUs without a GPU. Default: from the stages.",
-        ),
-    ] = None
-    cuts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cut",
-            metavar="LAYER",
-            rich_help_panel=_PIPELINE,
-            help="A layer that begins a stage; repeat for each stage except the first.",
-        ),
-    ] = None
-    rows: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Batch size. Default: 8 per micro-batch.")
-    ] = None
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, rich_help_panel=_PIPELINE, help="Steps to measure; the median is drawn [3]."),
-    ] = None
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            metavar="PATH",
-            help="The folder \\[profile], or the pipeline's picture \\[schedule.html].",
+            metavar="DIR",
+            help="The folder \\[profile].",
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False
+    as_json: AsJson = False
+    json_to: JsonTo = None
 
 
 @app.command(
-    help=(
-        "Profile a script, a recipe or a recorded trace: what limits the steps, the problems found, and what to change "
-        "for each. Without TARGET: draw how a model runs as a pipeline."
+    "profile",
+    cls=screen.first(
+        target="A script (.py), a recipe or its name, or a recorded trace.",
+        arguments="Arguments of the script.",
+        skip="Warm-up calls to skip [3].",
+        calls="Calls to record; in fit a call is a block of steps [10].",
+        seconds="Longest time to record [5].",
+        whole="Run the script to its end after recording.",
+        output="The folder of the report [profile].",
+        as_json=None,
+        json_to=None,
     ),
+    short_help="Say what limits a training: steps, input, pipeline.",
+    help="Profile a script, a recipe or a recorded trace: what limits the steps, and what to change.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu profile train.py --epochs 3\n\n"
-        "tfgpu profile digits  [dim]# a ready recipe: see tfgpu train --list[/]\n\n"
+        "tfgpu profile digits\n\n"
         "tfgpu profile -o profiles/best --seconds 10 runs/best/config.yaml\n\n"
-        "tfgpu profile logs/train  [dim]# a trace of TensorBoard's callback[/]\n\n"
-        "tfgpu profile --model mlp --stages 4 --microbatches 8 -o schedule.html\n\n"
-        "tfgpu profile --model my_models:build --stages 8 --schedule interleaved --devices 4 -o schedule.png"
+        "tfgpu profile logs/train  [dim]# a trace of TensorBoard's callback[/]"
     ),
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
 )
 @with_options(Options)
 def profile(options: Options) -> None:
-    if options.target is None:
-        _reject(_given(options, (*_WINDOW, "whole")), "a TARGET: a script, a recipe or a trace")
-        _draw(_given(options, _OF_PIPELINE), options.output or _PICTURE, options.as_json)
-        return
-    if options.target.startswith("-"):
-        raise InputError(f"`tfgpu profile` has no option {options.target}. See `tfgpu profile --help`.")
-    _reject(_given(options, _OF_PIPELINE), "no TARGET, for a model as a pipeline")
+    check_json(options.json_to)
     _profile(options, options.target)
 
 
@@ -159,7 +110,7 @@ def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
 
 def _reject(given: dict[str, Any], needs: str) -> None:
     if given:
-        names = ", ".join("--cut" if name == "cuts" else f"--{name}" for name in given)
+        names = ", ".join(f"--{name}" for name in given)
         raise InputError(f"{names}: only valid with {needs}. See `tfgpu profile --help`.")
 
 
@@ -183,7 +134,9 @@ def _profile(options: Options, target: str) -> None:
             report = targets.profile_recipe(recipe, target, output, **window)
         else:
             report = targets.read_trace(path, output)
-    _show(report, output, options.as_json)
+    found = report.as_json() if report else {"nvtx": True}
+    if not put_json(found, as_json=options.as_json, json_to=options.json_to):
+        _show(report, output)
 
 
 def _recipe(path: Path, target: str, allow_code: bool) -> Any:
@@ -212,10 +165,7 @@ def _path(target: str) -> Path:
     raise unknown("target", target, [*ready.names(), "SCRIPT.py", "FILE.yaml", "a recorded trace"])
 
 
-def _show(report: Any, output: Path, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.as_json() if report else {"nvtx": True}, indent=2))
-        return
+def _show(report: Any, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if report is None:
         console.print("The steps were marked for nsys and ncu.", markup=False)
@@ -228,14 +178,3 @@ def _show(report: Any, output: Path, as_json: bool) -> None:
     if (output / "commands.txt").exists() and any(name.startswith("GPU") for name in report.around.devices):
         commands = (output / "commands.txt").read_text()
         console.print(f"To profile the same steps with NVIDIA's profilers:\n{commands}", markup=False)
-
-
-def _draw(settings: dict[str, Any], output: Path, as_json: bool) -> None:
-    start_tensorflow()
-    measure = imported("tfgpu.measure.stages")
-    with Console(stderr=True).status("training a few steps"):
-        found = measure.profile_stages(settings.pop("model", "mlp"), output, **settings)
-    if as_json:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        Console(highlight=False, soft_wrap=True).print(f"{measure.summary(found)}\nThe picture: {output}", markup=False)

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from tfgpu import rendezvous
+from tfgpu.cli import screen
 from tfgpu.run import run
 
 app = typer.Typer()
@@ -12,9 +13,10 @@ app = typer.Typer()
 
 @app.command(
     "run",
+    cls=screen.Command,
     help="Run your script, unmodified, with the Keras repairs installed.",
     epilog="[bold]Example[/]\n\ntfgpu run train.py --epochs 3",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
 )
 def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from tfgpu.cli import screen
 from tfgpu.cli.top_screen import drawn
 from tfgpu.errors import InputError
 from tfgpu.sensors import Sampler
@@ -28,21 +29,30 @@ _ANSWER_S = 30.0
 
 
 @app.command(
+    "top",
+    cls=screen.first(
+        run="A run directory, or the folder of a Monitor.",
+        hosts="More machines to reach by ssh: host1,host2.",
+        once=None,
+        as_json="One line of JSON per update; with --once, a document.",
+        every=None,
+    ),
+    short_help="Show GPUs, CPUs, memory, and what limits a running training.",
     help="Show GPUs, their processes, CPUs, memory and disks; with RUN also step time, energy and what limits it.",
     epilog=(
         "Quit with q or Ctrl-C.\n\n"
         "[bold]Examples[/]\n\n"
         "tfgpu top\n\n"
         "tfgpu top runs/best\n\n"
-        "tfgpu top runs/best --workers host1,host2\n\n"
+        "tfgpu top runs/best --hosts host1,host2\n\n"
         "tfgpu top --once --json"
     ),
 )
 def top(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run directory, or the folder of a Monitor.")
+        Path | None, typer.Argument(metavar="RUN", help="A run directory, or the folder of a Monitor.")
     ] = None,
-    workers: Annotated[
+    hosts: Annotated[
         str | None, typer.Option(metavar="HOSTS", help="More machines to reach by ssh: host1,host2.")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
@@ -54,12 +64,12 @@ def top(
 ) -> None:
     if not 0.1 <= every <= 3600:
         raise InputError(f"--every must be from 0.1 to 3600 seconds. Received: {every}. Try 1.")
-    if run is not None and workers is None:
+    if run is not None and hosts is None:
         folder_of(run)
     with ExitStack() as held:
         _leave_at_sigterm(held)
         try:
-            others = [held.enter_context(Other(node, ssh, run, every)) for node in _nodes(workers)]
+            others = [held.enter_context(Other(node, ssh, run, every)) for node in _nodes(hosts)]
             sampler = held.enter_context(Sampler(everything=True))
             viewer = Viewer(run if run is None or run.is_dir() else None, sampler)
             time.sleep(_FIRST_S if once else min(_FIRST_S, every))
@@ -158,10 +168,10 @@ class Other:
         self._heard.set()
 
 
-def _nodes(workers: str | None) -> list[str]:
+def _nodes(hosts: str | None) -> list[str]:
     from tfgpu.launch.ssh import checked
 
-    return [] if workers is None else checked(workers.split(","))
+    return [] if hosts is None else checked(hosts.split(","))
 
 
 def _leave_at_sigterm(held: ExitStack) -> None:

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tfgpu.cli import completion
-from tfgpu.cli.flags import ALLOW_CODE, DEBUG, given, with_settings
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import ALLOW_CODE, DEBUG, RECIPE_NAME, given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
@@ -20,20 +20,7 @@ from tfgpu.recipes.wording import score
 
 app = typer.Typer()
 OWN = {
-    "name": (
-        str | None,
-        None,
-        [],
-        "RECIPE",
-        "A ready recipe (see --list) or a YAML file; flags override it.",
-    ),
-    "config": (
-        Path | None,
-        None,
-        ["--config", "-c"],
-        "FILE",
-        "Settings from a YAML file; same as RECIPE.",
-    ),
+    "name": RECIPE_NAME,
     "listing": (bool, False, ["--list"], None, "Show the ready recipes."),
     "dry_run": (
         bool,
@@ -66,6 +53,21 @@ OWN = {
 
 @app.command(
     "train",
+    cls=screen.first(
+        name="A ready recipe (--list shows them) or a YAML file.",
+        data="digits, tfds:NAME, a folder, a file, or module:function.",
+        model="cnn, resnet, vit, ResNet50, ..., or module:function.",
+        epochs="Passes over the training examples [20].",
+        global_batch="Examples per step, over all replicas together [32].",
+        learning_rate="The peak learning rate [0.003].",
+        strategy="auto, one_device, mirrored, multi_worker, ... [auto].",
+        precision="float32, mixed_bfloat16, mixed_float16, tf32, auto.",
+        output="The run directory [runs/<time>-<model>].",
+        resume=None,
+        dry_run="Build all, train two steps, write nothing.",
+        listing="Show the ready recipes.",
+    ),
+    short_help="Train a model by a recipe: run directory, metrics, report.",
     help="Train a model, and write a run directory with the model, its metrics and a report.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -74,7 +76,7 @@ OWN = {
         "tfgpu train imagenet --dry-run\n\n"
         "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30\n\n"
         "tfgpu train --strategy mirrored --virtual-devices 4 --path loop\n\n"
-        "tfgpu train --config runs/best/config.yaml --output again --seed 1\n\n"
+        "tfgpu train runs/best/config.yaml --output again --seed 1\n\n"
         "tfgpu train --resume --output runs/best\n\n"
         "tfgpu train --track mlflow --project digits"
     ),
@@ -83,7 +85,6 @@ OWN = {
 def train(
     *,
     name: str | None,
-    config: Path | None,
     listing: bool,
     dry_run: bool,
     output: Path | None,
@@ -98,7 +99,7 @@ def train(
     if listing:
         _list()
         return
-    source, settings = _settings(name, config)
+    source, settings = (None, {}) if name is None else (str(ready.path(name)), ready.read(name))
     flags = given(flags)
     refuse_code(settings, str(source), allow=allow_code, given=flags)
     settings = {**settings, **flags}
@@ -152,15 +153,6 @@ def _run(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
         complain(str(interrupt) or "Interrupted.")
         raise typer.Exit(130) from None
-
-
-def _settings(name: str | None, config: Path | None) -> tuple[str | None, Mapping[str, Any]]:
-    """The file that the settings come from, and its content."""
-    if name is not None and config is not None:
-        raise InputError(f"RECIPE and --config exclude each other. Received: {name} and {config}. Give one of them.")
-    if name is not None:
-        return str(ready.path(name)), ready.read(name)
-    return (str(config), recipes.read(config)) if config else (None, {})
 
 
 def _check_alone(**flags: Any) -> None:

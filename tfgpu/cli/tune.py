@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli import completion
+from tfgpu.cli import completion, screen
 from tfgpu.cli.flags import ALLOW_CODE, DEBUG, RECIPE_NAME, given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
@@ -44,7 +44,7 @@ OWN = {
     "debug": DEBUG,
 }
 NAMES = {
-    "name": completion.ready_recipes,
+    "name": lambda: ["batch-size", "learning-rate", *completion.ready_recipes()],
     "sampler": lambda: journal.SAMPLERS,
     "pruner": lambda: journal.PRUNERS,
 }
@@ -52,6 +52,17 @@ NAMES = {
 
 @app.command(
     "tune",
+    cls=screen.first(
+        name="A ready recipe (tfgpu train --list) or a YAML file.",
+        output="The study's folder (required).",
+        trials="Number of trials, with those of earlier starts [20].",
+        search="A setting to search: learning_rate=1e-5..1e-1:log.",
+        parallel="Concurrent trials [1].",
+        pruner="Which trials end early: median, halving, none [median].",
+        resume=None,
+        epochs="Passes over the training examples [20].",
+    ),
+    short_help="Search a recipe's settings; find its batch size or learning rate.",
     help="Search a recipe's settings by parallel trainings with pruning; the best settings become a recipe.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -83,6 +94,8 @@ def tune(
     debug: bool,
     **flags: Any,
 ) -> None:
+    if name is not None:
+        ready.path(name)  # `tfgpu tune batchsize` is no study
     if output is None:
         raise InputError("A study needs a folder. Add --output DIR.")
     recipe = _recipe(name, given(flags), resume=resume, allow_code=allow_code)

@@ -294,7 +294,9 @@ def _remove(folders: Sequence[str]) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the guard, and the supervisor as its child."""
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.remote")
-    parser.add_argument("--grace", type=float, default=LOST_GRACE_S, help="seconds to save if the launcher is gone")
+    parser.add_argument(
+        "--grace-period", type=float, default=LOST_GRACE_S, help="seconds to save if the launcher is gone"
+    )
     parser.add_argument("folders", nargs="*", help="directories to remove at the end")
     given = parser.parse_args(words)
     processes.adopt_orphans()
@@ -307,7 +309,7 @@ def main(words: Sequence[str] | None = None) -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # Stray prints must not mix with the messages.
-    node = Node(incoming, outgoing, folders, grace_s=given.grace)
+    node = Node(incoming, outgoing, folders, grace_s=given.grace_period)
     processes.die_with_parent(signal.SIGTERM, guard)
     node.run()
     return 0

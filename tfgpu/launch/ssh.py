@@ -85,11 +85,11 @@ def checked(nodes: Sequence[str]) -> list[str]:
     names = [name.strip() for name in nodes]
     for name in names:
         if not name or name.startswith("-") or any(character.isspace() for character in name):
-            raise InputError(f"--nodes must be a list of names separated by commas. Received: {','.join(nodes)!r}.")
+            raise InputError(f"--hosts must be a list of names separated by commas. Received: {','.join(nodes)!r}.")
         if names.count(name) > 1:
-            raise InputError(f"--nodes has {name!r} twice. Name it once, and request more workers with -n.")
+            raise InputError(f"--hosts has {name!r} twice. Name it once, and request more workers with -n.")
     if not names:
-        raise InputError("--nodes must name at least one machine, such as --nodes host1,host2.")
+        raise InputError("--hosts must name at least one machine, such as --hosts host1,host2.")
     return names
 
 

@@ -59,7 +59,7 @@ def profile_stages(
     schedule: str = "1f1b",
     devices: int | None = None,
     cuts: Sequence[str] | None = None,
-    rows: int | None = None,
+    batch: int | None = None,
     steps: int = 3,
 ) -> Profile:
     """Trains a model as a pipeline on random numbers for a few steps, and draws one of them.
@@ -70,7 +70,7 @@ def profile_stages(
         model: a builder, a model of `keras.applications`, or `module:function`, as for `models.build`.
         path: the picture: `.png`, `.svg` or `.html`.
         stages: the number of stages; this and the following arguments as for `parallel.pipeline`.
-        rows: the batch size; None takes 8 per micro-batch.
+        batch: the batch size; None takes 8 per micro-batch.
         steps: the number of steps to measure.
 
     Returns:
@@ -87,10 +87,10 @@ def profile_stages(
     made = models.build(model, input_shape=shape, classes=10, options=options)
     pipe = parallel.pipeline(made, stages, microbatches, schedule=schedule, cuts=cuts, devices=count)
     pipe.compile("sgd", "mse", jit_compile=False)
-    rows = 8 * microbatches if rows is None else rows
-    if rows < microbatches:
-        raise InputError(f"`rows` must be at least {microbatches}, one per micro-batch. Received: {rows}.")
-    cells = tuple(parallel.picture(pipe, _batch(pipe, rows), path, steps=steps))
+    batch = 8 * microbatches if batch is None else batch
+    if batch < microbatches:
+        raise InputError(f"`batch` must be at least {microbatches}, one row per micro-batch. Received: {batch}.")
+    cells = tuple(parallel.picture(pipe, _batch(pipe, batch), path, steps=steps))
     busy = [sum(one.end - one.start for one in cells if one.device == at) for at in range(count)]
     least = bound(count, microbatches * (stages // count))
     return Profile(Path(path), cells, idle(list(cells)), least, tuple(busy))

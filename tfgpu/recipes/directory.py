@@ -144,10 +144,10 @@ def abandon(path: Path, made: list[Path]) -> None:
 
 
 def write_config(path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> None:
-    """Writes `config.yaml`: the recipe, for `--config`, and facts under `run:`, which `--config` ignores."""
+    """Writes `config.yaml`: the recipe, for `tfgpu train`, and facts under `run:`, which it ignores."""
     settings = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     about = yaml.safe_dump({FACTS: dict(facts)}, sort_keys=False, allow_unicode=True)
-    head = "# Repeat this run: tfgpu train --config config.yaml --output another\n"
+    head = "# Repeat this run: tfgpu train config.yaml --output another\n"
     atomic.write_text(path / CONFIG, f"{head}{settings}\n# Facts about the run; not read back.\n{about}")
 
 

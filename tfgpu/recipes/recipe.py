@@ -169,7 +169,7 @@ class Recipe(pretrained.Pretrained):
         "Train with Keras's `fit` or with tfgpu's compiled loop; the weights are the same.",
     )
     epochs: int = _field(20, "Training", "Number of passes over the training examples.", ge=1)
-    global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", ge=1)
+    global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", flag="--batch", ge=1)
     accumulate: int = _field(1, "Training", "Steps whose gradients to average into one update.", ge=1)
     early_stopping: int | None = _field(
         None, "Training", "Stop after this many epochs without improvement. Default: never.", ge=1

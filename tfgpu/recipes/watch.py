@@ -80,7 +80,7 @@ def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
     if isinstance(error, OutOfMemory):
         return (
             f"Training failed in epoch {watch.epoch + 1} with global_batch={what.global_batch}: {error.sizes} Use a "
-            "smaller --global-batch (with --accumulate for the same update), --precision mixed_bfloat16, --recompute, "
+            "smaller --batch (with --accumulate for the same update), --precision mixed_bfloat16, --recompute, "
             "or more devices."
         )
     if isinstance(error, MachineError):

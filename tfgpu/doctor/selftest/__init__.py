@@ -146,8 +146,8 @@ def checked(workers: Sequence[str]) -> list[str]:
         return ["localhost", "localhost"]
     if len(hosts) < 2 or not all(hosts):
         raise InputError(
-            f"--workers must list two or more machines, separated by commas. Received: {','.join(workers)!r}. "
-            "Write, for example, --workers host1,host2, or --workers localhost,localhost."
+            f"--hosts must list two or more machines, separated by commas. Received: {','.join(workers)!r}. "
+            "Write, for example, --hosts host1,host2, or --hosts localhost,localhost."
         )
     return hosts
 
@@ -175,7 +175,7 @@ def launched(
     """
     words = ["launch", *shape, "--no-logs", "--startup-timeout", "60"]
     if not all(host in LOCAL for host in hosts):
-        words += ["--nodes", ",".join(hosts), *(["--ssh", ssh] if ssh else [])]
+        words += ["--hosts", ",".join(hosts), *(["--ssh", ssh] if ssh else [])]
     elif gpus < len(hosts) or kind == "parameter_server":
         words += ["--gpus-per-worker", "0"]  # Processes must not share a GPU.
     script = str(Path(__file__).with_name("worker.py"))

@@ -156,7 +156,7 @@ def _disk(found: dict) -> list[Check]:
     text = f"tf.data reads {fed / 1e6:.0f} MB/s of records, {fed / read:.2f} of the disk's rate"
     figures = {"rate": fed, "peak": read, "ratio": fed / read}
     if fed < LEAST_DISK:
-        fix = "See 'CPU' here; `tfgpu bench input` measures your own data, and names settings that help."
+        fix = "See 'CPU' here; `tfgpu profile input` measures your own data, and names settings that help."
         return [disk, Check("Input rate", "warning", f"{text}: too slow", fix, figures=figures)]
     return [disk, Check("Input rate", "ok", text, figures=figures)]
 
@@ -164,7 +164,7 @@ def _disk(found: dict) -> list[Check]:
 def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
     name, where = "All-reduce between workers", ", ".join(dict.fromkeys(hosts))
     if "error" in found:
-        fix = "Try it separately: `tfgpu launch -n 2 SCRIPT`, with --nodes for other machines."
+        fix = "Try it separately: `tfgpu launch -n 2 SCRIPT`, with --hosts for other machines."
         return [_failed(name, found, fix)]
     rate, peak = _median(found["sum"]), min(found["tcp"].values())
     text = f"{found['workers']} workers on {where}: {rate / 1e9:.2f} GB/s"

@@ -92,7 +92,7 @@ class Relay:
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
             **(environment or {}),
         }
-        command = [*SUPERVISOR, "--grace=0", str(self._folder), *map(str, folders)]
+        command = [*SUPERVISOR, "--grace-period=0", str(self._folder), *map(str, folders)]
         self._link = Link("", command, environment=environment)
         self._sending = threading.Lock()  # An actor's methods may run in several threads.
 

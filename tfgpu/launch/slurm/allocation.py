@@ -18,7 +18,7 @@ OWN = {
     "output": "Use --logs.",
     "parsable": "It is always set.",
     "requeue": "It is always set.",
-    "signal": "Use --grace.",
+    "signal": "Use --grace-period.",
     "wait": "Use --wait without --sbatch.",
     "wrap": "Give the script.",
 }

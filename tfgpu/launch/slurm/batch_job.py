@@ -164,7 +164,7 @@ class Allocated:
     def _run_step(self, records: Path, attempt: int) -> int:
         logs = str(self.folder).replace("%", "%%")
         program = [sys.executable, "-m", "tfgpu.launch.slurm.task", f"--records={records}"]
-        program += [f"--grace={self.grace_s:g}", f"--silence={self.silence_s:g}", *self.command]
+        program += [f"--grace-period={self.grace_s:g}", f"--heartbeat-timeout={self.silence_s:g}", *self.command]
         options = [f"--ntasks={self.tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
         # Seconds that the other tasks get after the first one has ended; 0: no limit.
         options += [f"--wait={SERVERS_END_S if self.has_servers else 0}", "--unbuffered"]
@@ -270,12 +270,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.batch_job")
     parser.add_argument("--logs", type=Path, required=True, help="folder that all nodes see")
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after failures")
-    parser.add_argument("--grace", type=float, default=60.0, help="seconds to save")
-    parser.add_argument("--silence", type=float, default=60.0, help="heartbeat timeout in seconds")
+    parser.add_argument("--grace-period", type=float, default=60.0, help="seconds to save")
+    parser.add_argument("--heartbeat-timeout", type=float, default=60.0, help="heartbeat timeout in seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS")
     given = parser.parse_args(words)
     engine = Allocated(
-        given.command, given.logs, max_restarts=given.max_restarts, grace_s=given.grace, silence_s=given.silence
+        given.command,
+        given.logs,
+        max_restarts=given.max_restarts,
+        grace_s=given.grace_period,
+        silence_s=given.heartbeat_timeout,
     )
     return engine.supervise()
 

@@ -113,7 +113,11 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     lines += [_directive(option) for option in _options(job, allocation, logs)]
     lines += ["", *(_export(name, value) for name, value in _variables(job).items())]
     program = [sys.executable, "-m", "tfgpu.launch.slurm.batch_job", f"--logs={logs}"]
-    options = [f"--max-restarts={job.max_restarts}", f"--grace={allocation.grace_s}", f"--silence={job.silence_s:g}"]
+    options = [
+        f"--max-restarts={job.max_restarts}",
+        f"--grace-period={allocation.grace_s}",
+        f"--heartbeat-timeout={job.silence_s:g}",
+    ]
     lines += ["", "# Starts the tasks with srun, and restarts them after a failure or preemption."]
     lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]
     lines.append(f"    {shlex.join((job.script, *job.arguments))}")

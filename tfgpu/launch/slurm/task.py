@@ -88,8 +88,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs `tfgpu.run SCRIPT ARGUMENTS` as the task that SLURM_PROCID names."""
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.task")
     parser.add_argument("--records", type=Path, required=True)
-    parser.add_argument("--grace", type=float, required=True)
-    parser.add_argument("--silence", type=float, required=True)
+    parser.add_argument("--grace-period", type=float, required=True)
+    parser.add_argument("--heartbeat-timeout", type=float, required=True)
     parser.add_argument("script", nargs=argparse.REMAINDER)
     given = parser.parse_args(words)
     if not given.records.is_dir():
@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return WRONG_INPUT
     command = [sys.executable, "-m", "tfgpu.run", *given.script]
     record = given.records / f"{os.environ['SLURM_PROCID']}.json"
-    return run(command, record, grace_s=given.grace, silence_s=given.silence)
+    return run(command, record, grace_s=given.grace_period, silence_s=given.heartbeat_timeout)
 
 
 if __name__ == "__main__":

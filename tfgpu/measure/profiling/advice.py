@@ -44,7 +44,7 @@ def _input(seen: Seen, share: str) -> _Advice:
     text = f"For {share} of the time the model waits for its next batch, or for the copy of the batch to the device."
     knob = (
         ".prefetch(tf.data.AUTOTUNE) as the last stage; transfer images as uint8, and cast and scale them on the "
-        "device; `tfgpu bench input` measures each setting of the input."
+        "device; `tfgpu profile input` measures each setting of the input."
     )
     return _Advice("waiting_for_input", text, knob)
 

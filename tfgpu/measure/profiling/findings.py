@@ -92,7 +92,9 @@ def slow_map(seen: Seen) -> list[Finding]:
     others = sum(each.busy_s for each in seen.stages[1:])
     if stage.busy_s < max(0.3 * share * seen.window.length / 1e9, others / 4):
         text = f"The model waits for the input {share:.0%} of the time, and no stage stands out."
-        knob = ".prefetch(tf.data.AUTOTUNE) as the last stage; `tfgpu bench input` measures each setting of the input."
+        knob = (
+            ".prefetch(tf.data.AUTOTUNE) as the last stage; `tfgpu profile input` measures each setting of the input."
+        )
         return [Finding("slow_input", text, knob, "", share, {"input_share": share})]
     is_map = stage.kind in ("Map", "ParallelMap", "MapAndBatch", "FlatMap", "Interleave", "ParallelInterleave")
     what, where = _function_of(stage, seen.around)
@@ -136,7 +138,7 @@ def _input_knob(stage: InputStage, where: str) -> str:
     elif "Shuffle" in stage.kind:
         advice.append("shuffle names or indices, before .map() decodes them")
     else:
-        advice.append("`tfgpu bench input` measures each setting of the input")
+        advice.append("`tfgpu profile input` measures each setting of the input")
     return "; ".join(advice) + "."
 
 

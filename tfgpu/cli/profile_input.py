@@ -1,6 +1,5 @@
-"""`tfgpu bench`: how fast this machine runs the user's own training."""
+"""`tfgpu profile input`: how fast this machine reads and trains a recipe's data."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,51 +8,66 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli.flags import ALLOW_CODE, given, with_settings
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import ALLOW_CODE, OWN_JSON, RECIPE_NAME, check_json, given, put_json, with_settings
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.measure import rates
+from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
 
-app = typer.Typer(
-    help="Measure how fast this machine runs your training.",
-    epilog="[bold]Example[/]\n\ntfgpu bench input --data photos/ --image-size 224 --model resnet",
-    no_args_is_help=True,
-)
+app = typer.Typer()
 OWN = {
-    "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags override it."),
+    "name": RECIPE_NAME,
     "allow_code": ALLOW_CODE,
-    "workers": (int, 1, ["--workers"], "INTEGER", "Measure the input of one of so many workers instead [1]."),
+    "workers": (int, 1, ["--workers", "-n"], "N", "Measure the input of one of so many workers instead [1]."),
     "seconds": (float, 1.0, ["--seconds"], "NUMBER", "Length of each measurement [1]."),
     "repeats": (int, 3, ["--repeats"], "INTEGER", "Measurements of each rate [3]."),
-    "as_json": (bool, False, ["--json"], None, "Print everything that was measured as JSON."),
+    **OWN_JSON,
 }
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command(
-    "input",
+    "profile input",
+    short_help="Measure how fast data is read, and what would help.",
+    cls=screen.first(
+        name="A ready recipe (tfgpu train --list) or a YAML file.",
+        data="digits, tfds:NAME, a folder, a file, or module:function.",
+        model="cnn, resnet, vit, ResNet50, ..., or module:function.",
+        global_batch="Examples per step, over all replicas together [32].",
+        image_size="Resize images to HEIGHTxWIDTH.",
+        workers="Measure the input of one of N workers [1].",
+        seconds=None,
+        repeats=None,
+        as_json=None,
+        json_to=None,
+    ),
     help="Measure the input, the model and both together; name the bottleneck and the settings that help.",
     epilog=(
         "[bold]Examples[/]\n\n"
-        "tfgpu bench input --data photos/ --image-size 224 --model resnet --global-batch 64\n\n"
-        "tfgpu bench input --config runs/best/config.yaml --json\n\n"
-        "tfgpu bench input --data photos/ --image-size 224 --workers 4"
+        "tfgpu profile input digits\n\n"
+        "tfgpu profile input --data photos/ --image-size 224 --batch 64 -n 4\n\n"
+        "tfgpu profile input runs/best/config.yaml --json"
     ),
 )
-@with_settings(OWN)
-def bench_input(
-    *, config: Path | None, allow_code: bool, workers: int, seconds: float, repeats: int, as_json: bool, **flags: Any
+@with_settings(OWN, names={"name": completion.ready_recipes})
+def profile_input(
+    *,
+    name: str | None,
+    allow_code: bool,
+    workers: int,
+    seconds: float,
+    repeats: int,
+    as_json: bool,
+    json_to: Path | None,
+    **flags: Any,
 ) -> None:
-    flags, settings = given(flags), recipes.read(config) if config else {}
-    refuse_code(settings, str(config), allow=allow_code, given=flags)
-    recipe = recipes.make(settings | flags, source=str(config or "") or None)
+    flags, settings = given(flags), {} if name is None else ready.read(name)
+    refuse_code(settings, str(name), allow=allow_code, given=flags)
+    recipe = recipes.make({**settings, **flags}, source=None if name is None else str(ready.path(name)))
     recipes.check(recipe)
     rates.check(seconds, repeats)
+    check_json(json_to)
     with Console(stderr=True).status("starting TensorFlow") as status:
         start_tensorflow()
         options = {
@@ -65,9 +79,9 @@ def bench_input(
             measured = imported("tfgpu.measure.input").measure_input(recipe, **options)
         else:
             measured = imported("tfgpu.measure.workers").measure_workers(recipe, workers, **options)
-    if as_json:
-        print(json.dumps(measured.as_json(), indent=2))
-    elif workers == 1:
+    if put_json(measured.as_json(), as_json=as_json, json_to=json_to):
+        return
+    if workers == 1:
         _show_input(measured)
     else:
         _show_workers(measured)

@@ -1,0 +1,53 @@
+"""Earlier spellings of commands and options are refused, with the new one named; a script's own stay its own."""
+
+import pytest
+
+from tfgpu import cli
+from tfgpu.cli import moved
+
+HERE = "runs.py"
+
+
+def refused(words: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and not out
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("old", sorted(moved.COMMANDS))
+def test_an_old_command_names_the_new_one(old, capsys):
+    assert f"`tfgpu {old}` is now `tfgpu {moved.COMMANDS[old]}`." in refused([*old.split(), "digits"], capsys)
+
+
+OPTIONS = sorted((command, old) for command, known in moved.OPTIONS.items() if command for old in known)
+
+
+@pytest.mark.parametrize(("command", "old"), OPTIONS, ids=lambda word: word)
+def test_an_old_option_names_the_new_one(command, old, capsys):
+    line = refused([*command.split(), old.split()[0], "1"], capsys)
+    new = moved.OPTIONS[command][old]
+    assert f"`tfgpu {command} {old}` is now " in line and new in line
+
+
+@pytest.mark.parametrize("command", ["train", "tune", "tune batch-size", "profile input"])
+def test_every_recipe_takes_batch(command, capsys):
+    line = refused([*command.split(), "--global-batch", "8"], capsys)
+    assert f"`tfgpu {command} --global-batch` is now `--batch`." in line
+
+
+def test_hosts_are_no_nodes(capsys):
+    assert "write --hosts host1,host2" in refused(["launch", "--nodes", "a,b", HERE], capsys)
+
+
+def test_a_scripts_own_options_may_have_any_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / HERE).write_text("import sys; print(sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", HERE, "--config", "a", "--global-batch", "8", "--help-all"])
+    assert (
+        not ended.value.code and capsys.readouterr().out == "['--config', 'a', '--global-batch', '8', '--help-all']\n"
+    )

@@ -1,0 +1,71 @@
+"""Earlier spellings of commands and options: each is refused, and the error names what to write.
+
+The parser finds them, so that a script's own arguments may have any name.
+"""
+
+from collections.abc import Sequence
+
+COMMANDS = {
+    "find": "tune batch-size` or `tfgpu tune learning-rate",
+    "find batch-size": "tune batch-size",
+    "find learning-rate": "tune learning-rate",
+    "bench": "profile input",
+    "bench input": "profile input",
+    "verify": "compare weights",
+}
+"""Old command -> new command."""
+_RECIPE = "RECIPE, the first argument"
+_PIPELINE = "profile pipeline"
+OPTIONS: dict[str, dict[str, str]] = {
+    "": {"--global-batch": "--batch"},
+    "train": {"--config": _RECIPE, "-c": _RECIPE},
+    "launch": {"--silence": "--heartbeat-timeout", "--grace": "--grace-period", "--scheduling": "--scheduling-timeout"},
+    "tune batch-size": {"--rounds": "--repeats", "--memory-limit": "--device-memory"},
+    "profile input": {"--config": _RECIPE, "-c": _RECIPE},
+    "profile pipeline": {"--rows": "--batch", "--schedule": "--pipeline-schedule"},
+    "profile": {f"--{name}": _PIPELINE for name in ("model", "stages", "microbatches", "cut", "devices", "steps")},
+    "plan": {
+        "-n": "--devices",
+        "--option": "--model-option",
+        "--top": "--limit",
+        "--memory": "--device-memory",
+        "--per-host": "--devices-per-host",
+        "--json FILE": "--json-to FILE",
+    },
+    "doctor": {"--workers": "--hosts"},
+    "top": {"--workers": "--hosts"},
+}
+"""By command ("" is all): old option -> new. `--json FILE` is for an option that took a value, and does no longer."""
+OPTIONS["profile"] |= {"--rows": f"{_PIPELINE} --batch", "--schedule": f"{_PIPELINE} --pipeline-schedule"}
+
+
+def command(words: str) -> str | None:
+    """What to write instead of an old command.
+
+    Example:
+        >>> command("bench input")
+        '`tfgpu bench input` is now `tfgpu profile input`.'
+    """
+    return f"`tfgpu {words}` is now `tfgpu {COMMANDS[words]}`." if words in COMMANDS else None
+
+
+def option(command: str, name: str | None, words: Sequence[str] = ()) -> str | None:
+    """What to write instead of an old option.
+
+    Args:
+        command: the command, such as `"tune batch-size"`.
+        name: the option that the parser does not know; None if it found a value too many.
+        words: everything that was typed.
+
+    Example:
+        >>> option("top", "--workers")
+        '`tfgpu top --workers` is now `--hosts`.'
+    """
+    known = OPTIONS.get(command, {})
+    if name is None:
+        name = next((old for old in known if " " in old and old.split()[0] in words), "")
+    new = known.get(name) or OPTIONS[""].get(name)
+    if new is None:
+        return None
+    new = new if new.startswith(("-", "RECIPE")) else f"tfgpu {new}"
+    return f"`tfgpu {command} {name}` is now {new if new.startswith('RECIPE') else f'`{new}`'}."

@@ -1,0 +1,82 @@
+"""`tfgpu profile pipeline`: a picture of how a model runs as a pipeline."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tfgpu.cli import completion, screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json, with_options
+from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.parallel.pipeline.schedule import SCHEDULES
+
+app = typer.Typer()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `tfgpu profile pipeline`."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="A builder's name, or module:function.",
+            autocompletion=completion.completing(completion.models),
+        ),
+    ] = "mlp"
+    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Number of pipeline stages.")] = 4
+    microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Number of micro-batches.")] = 8
+    pipeline_schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="1f1b, gpipe or interleaved.",
+            autocompletion=completion.completing(lambda: SCHEDULES),
+        ),
+    ] = "1f1b"
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of devices \\[from the stages]."),
+    ] = None
+    cuts: Annotated[
+        list[str] | None,
+        typer.Option("--cut", metavar="LAYER", help="A layer that begins a stage; repeatable."),
+    ] = None
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batch \\[8 per micro-batch].")] = None
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to measure; the median is drawn.")] = 3
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture: .html, .svg, .png or .json.")
+    ] = Path("schedule.html")
+    as_json: AsJson = False
+    json_to: JsonTo = None
+
+
+@app.command(
+    "profile pipeline",
+    cls=screen.Command,
+    short_help="Draw how a model runs as a pipeline.",
+    help="Train a model as a pipeline for a few steps, and draw which stage works when.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu profile pipeline --model mlp --stages 4 --microbatches 8\n\n"
+        "tfgpu profile pipeline --model my_models:build --stages 8 --pipeline-schedule interleaved --devices 4 "
+        "-o schedule.png"
+    ),
+)
+@with_options(Options)
+def profile_pipeline(options: Options) -> None:
+    check_json(options.json_to)
+    start_tensorflow()
+    measure = imported("tfgpu.measure.stages")
+    settings = {name: getattr(options, name) for name in ("stages", "microbatches", "steps")}
+    given = {"devices": options.devices, "cuts": options.cuts or None, "batch": options.batch}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    with Console(stderr=True).status("training a few steps"):
+        found = measure.profile_stages(options.model, options.output, schedule=options.pipeline_schedule, **settings)
+    if not put_json(found.as_json(), as_json=options.as_json, json_to=options.json_to):
+        Console(highlight=False, soft_wrap=True).print(
+            f"{measure.summary(found)}\nThe picture: {options.output}", markup=False
+        )

@@ -1,0 +1,188 @@
+"""The help of commands: what matters first fits a terminal of 80 x 24 characters; `--help-all` shows every option."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from tfgpu.cli import moved
+from tfgpu.errors import InputError
+
+HELP = {"help_option_names": ["-h", "--help", "--help-all"]}
+_ALL = "--help-all"
+_WIDEST = 120
+
+
+def first(**options: str | None) -> type[TyperCommand]:
+    """Makes the class of a command whose help begins with some of its options.
+
+    Args:
+        options: by the name of the parameter, its line in the short help; None takes the first sentence of its help.
+
+    Example:
+        >>> first(model="A builder's name.", epochs=None).__name__
+        'Command'
+    """
+    return type("Command", (Command,), {"first": options})
+
+
+class Command(TyperCommand):
+    """A command with a short help and a long one."""
+
+    first: Mapping[str, str | None] | None = None
+    """The lines of the short help; None shows all options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_ALL] = _ALL in args
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = [each for each in self.params if not each.hidden]
+        chosen = None if ctx.meta.get(_ALL) else self.first
+        console = _console()
+        with console.capture() as written:
+            self._print(console, ctx, shown, chosen)
+        formatter.write(_stripped(written.get()))
+
+    def _print(self, console: Console, ctx: Any, shown: Sequence[Any], chosen: Mapping[str, str | None] | None) -> None:
+        _head(console, self, ctx, brief=chosen is not None)
+        if chosen is None:
+            _panels(console, shown, ctx)
+        else:
+            by_name = {each.name: each for each in shown}
+            lines = {name: _line(by_name[name]) if text is None else escape(text) for name, text in chosen.items()}
+            _rows(console, "", [(_names(by_name[name], ctx), line) for name, line in lines.items()])
+        _others(console, self, ctx)
+        _examples(console, self, ctx, whole=chosen is None, left=len(shown) - len(chosen or shown))
+
+
+class Group(TyperGroup):
+    """Commands, some of two words (`tune batch-size`), whose first word may be a command too (`tune`)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_ALL] = _ALL in args[:1]
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        for count in (2, 1):
+            words = " ".join(args[:count])
+            if words in self.commands and len(args) >= count:
+                return words, self.commands[words], args[count:]
+            if not ctx.resilient_parsing and (new := moved.command(words)):
+                raise InputError(new)
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        return [item for item in super().shell_complete(ctx, incomplete) if " " not in item.value]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        console = _console()
+        with console.capture() as written:
+            self._print(console, ctx, whole=ctx.meta.get(_ALL, False))
+        formatter.write(_stripped(written.get()))
+
+    def _print(self, console: Console, ctx: Any, *, whole: bool) -> None:
+        _head(console, self, ctx)
+        listed = {name: each for name, each in self.commands.items() if whole or not (each.hidden or " " in name)}
+        _rows(console, "", [(name, each.short_help or each.help or "") for name, each in listed.items()])
+        if whole:
+            _panels(console, self.params, ctx)
+        _examples(console, self, ctx, whole=whole, left=len(self.commands) - len(listed))
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    console.width = min(console.width, _WIDEST)
+    return console
+
+
+def _stripped(text: str) -> str:
+    """The text without the spaces with which a table fills its lines."""
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def _head(console: Console, command: Any, ctx: Any, *, brief: bool = False) -> None:
+    pieces = " ".join(command.collect_usage_pieces(ctx)).replace("{", "").replace("}", "")
+    console.print(f"Usage: {ctx.command_path} {pieces}", markup=False, style="bold")
+    console.print(f"\n{(brief and command.short_help) or command.help}")
+
+
+def _panels(console: Console, parameters: Sequence[Any], ctx: Any) -> None:
+    """All parameters, by panel."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for each in parameters:
+        usual = "Arguments" if isinstance(each, TyperArgument) else "Options"
+        panels.setdefault(each.rich_help_panel or usual, []).append(
+            (_names(each, ctx), f"{each.help or ''}{_default(each)}")
+        )
+    for name, rows in panels.items():
+        _rows(console, name, rows)
+
+
+def _rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    console.print(f"\n[bold]{title}[/]" if title else "")
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _names(parameter: Any, ctx: Any) -> str:
+    """An option as one types it: `--output, -o DIR`."""
+    if not isinstance(parameter, TyperOption):
+        return str(parameter.metavar or parameter.name)
+    names = ", ".join(sorted(parameter.opts, key=len, reverse=True))
+    if parameter.secondary_opts:
+        names += f"/{parameter.secondary_opts[0]}"
+    return names if parameter.is_flag else f"{names} {_kind(parameter, ctx)}"
+
+
+def _kind(option: TyperOption, ctx: Any) -> str:
+    usual = {"int": "N", "INTEGER": "N", "float": "NUMBER"}
+    found = option.metavar or str(option.display_type(ctx)).strip("<>").removesuffix(" range")
+    return usual.get(found, found)
+
+
+def _line(parameter: Any) -> str:
+    """The first sentence of a parameter's help, with its default."""
+    text = (parameter.help or "").partition(" [dim]")[0]
+    return text.partition(". ")[0].partition("; ")[0].rstrip(".") + "." + _default(parameter)
+
+
+def _default(parameter: Any) -> str:
+    """The default of a parameter whose help does not have it."""
+    value = parameter.default
+    if not parameter.show_default or value is None or value is False or value == () or value == []:
+        return ""
+    return escape(f" [default: {'yes' if value is True else f'{value:g}' if isinstance(value, float) else value}]")
+
+
+def _others(console: Console, command: Any, ctx: Any) -> None:
+    """The commands of two words that begin with this one."""
+    siblings = ctx.parent.command.commands if ctx.parent else {}
+    found = {name: each for name, each in siblings.items() if name.startswith(f"{command.name} ")}
+    if found:
+        _rows(console, "", [(f"tfgpu {name}", each.short_help or each.help) for name, each in found.items()])
+
+
+def _examples(console: Console, command: Any, ctx: Any, *, whole: bool, left: int) -> None:
+    lines = (command.epilog or "").split("\n\n")
+    at = next((at for at, line in enumerate(lines) if line.startswith("[bold]Example")), len(lines))
+    for line in lines[:at]:
+        console.print(f"\n{line}" if line else "")
+    shown = lines[at + 1 :] if whole else lines[at + 1 : at + 3]
+    if shown:
+        console.print(f"\n{lines[at]}")
+        for line in shown:
+            console.print(f"  {line}", soft_wrap=True)
+    if left and not whole:
+        console.print(f"\n[dim]{ctx.command_path} {_ALL} shows {left} more.[/]")
