@@ -288,7 +288,7 @@ def test_planning_changes_nothing():
 def test_the_command_builds_a_model_by_its_name(tmp_path):
     words = "plan --model mlp --model-option widths=[32,16] --input-shape 8 --classes 4 --devices 2 --precision float32"
     done = subprocess.run(
-        [sys.executable, "-m", "tfgpu", *words.split(), "--json", tmp_path / "all.json"],
+        [sys.executable, "-m", "tfgpu", *words.split(), "--json-to", tmp_path / "all.json"],
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
         text=True,
