@@ -14,40 +14,26 @@ A callback takes part by defining a method of one of these names.
 
 from tfgpu.compat import training
 from tfgpu.compat.keras import CallbackList
-from tfgpu.compat.patch import wrap
-from tfgpu.core import step_blocks
+from tfgpu.core import extensions
+
+_METHODS = {
+    "on_train_begin": "after_train_begin",
+    "on_train_batch_end": "after_train_batch",
+    "on_epoch_end": "after_epoch",
+    "on_test_batch_end": "after_test_batch",
+}
 
 
 def add_after_hooks() -> None:
-    """Makes Keras call the methods above."""
-
-    @wrap("CallbackList.on_train_begin")
-    def on_train_begin(stock, self, logs=None):
-        stock(self, logs)
-        for callback in _with(self, "after_train_begin"):
-            callback.after_train_begin(self)
-
-    @wrap("CallbackList.on_train_batch_end")
-    def on_train_batch_end(stock, self, batch, logs=None):
-        stock(self, batch, logs)
-        for callback in _with(self, "after_train_batch"):
-            callback.after_train_batch(self, step_blocks.last_step(batch))
-
-    @wrap("CallbackList.on_epoch_end")
-    def on_epoch_end(stock, self, epoch, logs=None):
-        stock(self, epoch, logs)
-        for callback in _with(self, "after_epoch"):
-            callback.after_epoch(self, epoch)
-
-    @wrap("CallbackList.on_test_batch_end")
-    def on_test_batch_end(stock, self, batch, logs=None):
-        stock(self, batch, logs)
-        for callback in _with(self, "after_test_batch"):
-            callback.after_test_batch(self)
+    """Has the methods above called."""
+    extensions.after_callbacks.register(_call)
 
 
-def _with(callbacks: CallbackList, name: str) -> list:
-    return [callback for callback in callbacks.callbacks if hasattr(callback, name)]
+def _call(callbacks: CallbackList, name: str, at: int | None) -> None:
+    method = _METHODS[name]
+    with_number = (at,) if method in ("after_train_batch", "after_epoch") else ()
+    for callback in [callback for callback in callbacks.callbacks if hasattr(callback, method)]:
+        getattr(callback, method)(callbacks, *with_number)
 
 
 def wait(callbacks: CallbackList) -> None:

@@ -11,6 +11,8 @@
 - `run_observers`: `observe(strategy, function, args, kwargs)` hears of each `strategy.run` on rows, before it runs.
 - `compilations`: `around(model, arguments)` is a context around `Model.compile`, and may change its arguments.
 - `method_calls`: `around(model, name, arguments)` is a context around `fit`, `evaluate` and `predict`.
+- `after_callbacks`: `after(callbacks, name, at)` is called when all callbacks have had that hook: `on_train_begin`,
+  `on_train_batch_end`, `on_test_batch_end` or `on_epoch_end`; `at` is the last step that ran, the epoch, or None.
 - `verdict_listeners`: `listen(piece)` hears what was found of each piece of a step (`row_mixing.verdicts.Piece`).
 """
 
@@ -57,3 +59,4 @@ run_observers: Registry = Registry()
 verdict_listeners: Registry = Registry()
 compilations: Registry = Registry()
 method_calls: Registry = Registry()
+after_callbacks: Registry = Registry()

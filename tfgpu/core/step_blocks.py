@@ -9,7 +9,6 @@ keeps a record of each for each call, and never frees it. Batches and steps, and
 
 import contextlib
 import inspect
-import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,7 +23,6 @@ from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
 from tfgpu.core import error_messages, extensions, step_context
 from tfgpu.core.state import compilation
-from tfgpu.errors import InputError
 
 MOST_STEPS = 4096
 BLOCK_S = 0.2
@@ -192,10 +190,9 @@ class Run:
 def run_in_blocks() -> None:
     """Lets the epoch iterator yield blocks of steps instead of single steps."""
     compilation.let_extensions_act()
-    extensions.compilations.register(_auto)
     _track_runs()
     _yield_blocks()
-    _number_last_steps()
+    _follow_callbacks()
 
 
 def current() -> Run | None:
@@ -240,17 +237,6 @@ def needs_every_batch(callback, kind: str = "train") -> bool:
 def _function(callback, name: str):
     hook = getattr(callback, name)
     return getattr(hook, "__func__", hook)
-
-
-@contextlib.contextmanager
-def _auto(model, arguments: dict) -> Iterator[None]:
-    """Lets `compile` accept `steps_per_execution="auto"`."""
-    steps = arguments.get("steps_per_execution", 1)
-    if steps == "auto":
-        arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
-    elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-        raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
-    yield
 
 
 def _track_runs() -> None:
@@ -368,13 +354,31 @@ def _full_batches(adapter: object) -> tuple[int | None, float]:
     return (None, 0) if length < 0 else (rows, length // rows)
 
 
-def _number_last_steps() -> None:
-    """Tells callbacks the index of the last step that ran, in case the data ended within a block."""
+def _follow_callbacks() -> None:
+    """Tells callbacks the last step that ran, in case the data ended within a block; calls extensions after them."""
+
+    @wrap("CallbackList.on_train_begin")
+    def on_train_begin(stock, self, logs=None):
+        stock(self, logs)
+        _after(self, "on_train_begin", None)
+
+    @wrap("CallbackList.on_epoch_end")
+    def on_epoch_end(stock, self, epoch, logs=None):
+        stock(self, epoch, logs)
+        _after(self, "on_epoch_end", epoch)
+
     for name in ("on_train_batch_end", "on_test_batch_end"):
 
         @wrap(f"CallbackList.{name}")
-        def on_batch_end(stock, self, batch, logs=None):
-            return stock(self, last_step(batch), logs)
+        def on_batch_end(stock, self, batch, logs=None, *, name=name):
+            step = last_step(batch)
+            stock(self, step, logs)
+            _after(self, name, step)
+
+
+def _after(callbacks: CallbackList, name: str, at: int | None) -> None:
+    for after in extensions.after_callbacks:
+        after(callbacks, name, at)
 
 
 def last_step(batch: int) -> int:

@@ -2,9 +2,11 @@
 
 import contextlib
 import inspect
+import numbers
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions
+from tfgpu.errors import InputError
 
 
 def let_extensions_act() -> None:
@@ -17,4 +19,14 @@ def let_extensions_act() -> None:
         with contextlib.ExitStack() as surrounding:
             for around in extensions.compilations:
                 surrounding.enter_context(around(self, arguments))
+            _accept_auto(arguments)
             stock(self, **arguments)
+
+
+def _accept_auto(arguments: dict[str, object]) -> None:
+    """Lets `compile` accept `steps_per_execution="auto"`."""
+    steps = arguments.get("steps_per_execution", 1)
+    if steps == "auto":
+        arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
+    elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+        raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')

@@ -69,7 +69,7 @@ def assign_for_all() -> None:
 
     for name, sign in (("assign_add", 1), ("assign_sub", -1)):
         _sum_what_is_added(name, sign)
-    for layer in ("BatchNormalization", "SpectralNormalization", "RNN"):
+    for layer in ("BatchNormalization", "SpectralNormalization"):
         _keep_own(f"keras.layers.{layer}.call")
     _keep_own("SeedGenerator.next")
 
@@ -78,7 +78,8 @@ def assign_for_all() -> None:
         if self.stateful and step_context.step() is not None:
             for state in keras.tree.flatten(self.states):
                 _mark_as_differing(state)
-        return stock(self, *args, **kwargs)
+        with step_context.scope(keeps_own_state=True):
+            return stock(self, *args, **kwargs)
 
 
 def agreed(variable, value: tf.Tensor) -> tf.Tensor:

@@ -83,35 +83,23 @@ def call_together() -> None:
         ledger.of(self, watch.watch)
 
     extensions.method_calls.register(together)
-    _stop_together()
+    extensions.after_callbacks.register(_stop_together)
 
 
-def _stop_together() -> None:
+def _stop_together(callbacks: CallbackList, name: str, at: int | None) -> None:
     """Makes `fit` compare at each epoch's end, and stop on all workers."""
-
-    @wrap("CallbackList.on_epoch_end")
-    def on_epoch_end(stock, self, epoch, logs=None):
-        stock(self, epoch, logs)
-        run = step_blocks.current()
-        mine = of(run.model) if run is not None and run.kind == "train" else None
-        if mine is not None:
-            wants = bool(run.model.stop_training) or run.wants_to_stop
-            facts = (
-                {} if run.block is None or not run.block.done else {"batches": str(run.block.begin + run.block.done)}
-            )
-            run.model.stop_training = mine.meet(f"ended epoch {epoch + 1} of `fit`", facts, stop=wants)
-            mine.step = -1
-
-    @wrap("CallbackList.on_train_batch_end")
-    def on_train_batch_end(stock, self, batch, logs=None):
-        stock(self, batch, logs)
-        run = step_blocks.current()
-        mine = of(run.model) if run is not None and run.kind == "train" else None
-        if mine is None:
-            return
-        step = step_blocks.last_step(batch)
+    run = step_blocks.current()
+    mine = of(run.model) if run is not None and run.kind == "train" else None
+    if mine is None:
+        return
+    if name == "on_epoch_end":
+        wants = bool(run.model.stop_training) or run.wants_to_stop
+        facts = {} if run.block is None or not run.block.done else {"batches": str(run.block.begin + run.block.done)}
+        run.model.stop_training = mine.meet(f"ended epoch {at + 1} of `fit`", facts, stop=wants)
+        mine.step = -1
+    elif name == "on_train_batch_end":
         if run.stops:
             run.model.stop_training = True
-        elif run.model.stop_training and not mine.agrees_to_stop(step):
+        elif run.model.stop_training and not mine.agrees_to_stop(at):
             run.model.stop_training, run.wants_to_stop = False, True
-        mine.step = step
+        mine.step = at
