@@ -35,6 +35,7 @@ ALLOWED = {
     "consistency": {"compat", "core", "repairs"},
     "parallel": {"compat", "core", "repairs", "attention", "optim", "cluster", "environment", "rendezvous"},
     "parameter_server": {"compat", "core", "repairs", "parallel"},
+    "layers": {"compat", "core"},
     "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},
     "losses": {"compat", "core"},
     "data": {"cluster", "compat", "core"},  # slots on datasets; how one worker makes its rows is registered in core

@@ -9,6 +9,7 @@ from tfgpu import environment as environment
 from tfgpu import errors as errors
 from tfgpu import interop as interop
 from tfgpu import launch as launch
+from tfgpu import layers as layers
 from tfgpu import losses as losses
 from tfgpu import measure as measure
 from tfgpu import models as models

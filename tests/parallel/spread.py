@@ -30,6 +30,8 @@ PARTS = {  # 4 devices a process
     "data x tensor across": {},
     "data across x tensor": {"gradient_accumulation_steps": 2},
     "all axes, ZeRO 1": {"kind": "transformer"},
+    "experts across": {"kind": "experts"},
+    "data x experts across": {"kind": "experts", "gradient_accumulation_steps": 2},
     "ZeRO 2": {"gradient_accumulation_steps": 2},
     "ZeRO 1 on the hosts": {"use_ema": False},
 }
@@ -84,6 +86,8 @@ def parts():
             microbatches=2,
             zero=1,
         ),
+        "experts across": lambda make: apply(make(), Mesh(expert=2, devices=pairs[:2])),
+        "data x experts across": lambda make: apply(make(), Mesh(data=2, expert=2, devices=pairs)),
         "ZeRO 2": sharded(NAMES, 2),
         "ZeRO 1 on the hosts": sharded(["0/CPU:3", "1/CPU:3"], 1, offload=True),
     }
@@ -111,6 +115,18 @@ def make_transformer(policy="float32"):
 
     keras.utils.set_random_seed(1)
     return tfgpu.models.transformer((6,), 4, width=8, heads=2, depth=1, dropout=0.1, attention_dropout=0.1)
+
+
+def make_experts(policy="float32"):
+    import keras
+
+    import tfgpu
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((8,))
+    x = keras.layers.Dropout(0.1)(keras.layers.Dense(16, "relu")(inputs))
+    x = x + tfgpu.layers.MixtureOfExperts(4, 12, capacity_factor=1.0, balance_loss=0.5)(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(x))
 
 
 def data(kind="mlp"):
@@ -155,7 +171,7 @@ def apart(folder: Path, name: str, spread, **how) -> tuple[dict[str, float], dic
     import tfgpu
 
     policy, kind = how.get("policy", "float32"), how.get("kind", "mlp")
-    build = make if kind == "mlp" else make_transformer
+    build = {"mlp": make, "transformer": make_transformer, "experts": make_experts}[kind]
     with tfgpu.strategy("one_device", devices="CPU:0").scope():
         one = build(policy)
     model = spread(lambda: build(policy))

@@ -30,6 +30,8 @@ HOMES = {  # of weights and slots
     "data x tensor across": FIRST_FOUR,
     "data across x tensor": FIRST_FOUR,
     "all axes, ZeRO 1": tuple(f"{process}/CPU:{at}" for process in range(2) for at in range(4)),
+    "experts across": FIRST_OF_EACH,
+    "data x experts across": FIRST_FOUR,
     "ZeRO 2": FIRST_FOUR,
     "ZeRO 1 on the hosts": (*FIRST_OF_EACH, "0/CPU:3", "1/CPU:3"),
 }

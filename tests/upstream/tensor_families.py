@@ -2,6 +2,7 @@
 
     python tests/upstream/tensor_families.py            # prints the table of docs/guides/parallel.md
     python tests/upstream/tensor_families.py llama gpt2 # these families
+    python tests/upstream/tensor_families.py experts    # mixtures, with their experts over devices
 
 Each family is a tiny model with random weights: AdamW with weight decay, dropout, clipping, and an uneven last batch;
 with LoRA, accumulation over two batches besides.
@@ -23,7 +24,12 @@ from tfgpu.parallel import Mesh, apply, memory_by_device
 WORDS, LENGTH, ROWS, BATCH = 32, 5, 6, 4
 SIZES = {"num_layers": 1, "hidden_dim": 16, "intermediate_dim": 64}
 GROUPED = {"num_query_heads": 4, "num_key_value_heads": 2}
-LAYOUTS = {"tensor 2": {"tensor": 2}, "data 2 x tensor 2": {"data": 2, "tensor": 2}}
+LAYOUTS = {
+    "tensor 2": {"tensor": 2},
+    "data 2 x tensor 2": {"data": 2, "tensor": 2},
+    "expert 2": {"expert": 2},
+    "data 2 x expert 2": {"data": 2, "expert": 2},
+}
 CLIP = {"full": {"global_clipnorm": 0.5}, "LoRA": {"clipnorm": 0.1, "gradient_accumulation_steps": 2}}
 
 
@@ -95,6 +101,13 @@ FAMILIES = {
     "vit": vit,
     "whisper": whisper,
 }
+QWEN3_MOE = {"moe_intermediate_dim": 8, "num_experts": 4, "top_k": 2, "head_dim": 4}
+MIXTURES = {
+    "mixtral": FAMILIES["mixtral"],
+    "qwen_moe": FAMILIES["qwen_moe"],
+    "qwen3_moe": lambda: causal("Qwen3Moe", **GROUPED, **QWEN3_MOE),
+    "gpt_oss": lambda: causal("GptOss", **GROUPED, num_experts=4, head_dim=4),
+}
 TABLE = [name for name in FAMILIES if name not in ("llama", "mistral") and "no balance" not in name]
 
 
@@ -111,7 +124,7 @@ def lora(model):
 
 def made(family, kind):
     keras.utils.set_random_seed(1)
-    model, data = FAMILIES[family]()
+    model, data = (FAMILIES | MIXTURES)[family]()
     if kind == "LoRA":
         lora(model)
         for layer in model._flatten_layers(include_self=False):
@@ -193,7 +206,7 @@ def on_one_device(family, kind):
 
 def without_balance(layout):
     """Families whose experts are balanced by a loss of all rows: over replicas each computes it from its own."""
-    return ("mixtral", "qwen_moe") if "data" in layout else ()
+    return ("mixtral", "qwen_moe") if layout == "data 2 x tensor 2" else ()
 
 
 def compare(family, kind="full", layout="tensor 2") -> Found:
@@ -210,7 +223,28 @@ def compare(family, kind="full", layout="tensor 2") -> Found:
     return Found(model, one, data, logs, weights_apart(one, model), block_share(model, one), share)
 
 
+def experts():
+    """Prints what mixtures learn along `expert`, with their balance loss, and the bytes of experts on a device."""
+    print("| family | bytes of the experts | full | LoRA | full, data 2 x expert 2 |")
+    print("|---|---|---|---|---|")
+    for name in MIXTURES:
+        full, both = compare(name, layout="expert 2"), compare(name, layout="data 2 x expert 2")
+        found = (full, compare(name, "LoRA", "expert 2"), both)
+        apart = " | ".join(f"{max(each.weights, each.logs):.0e}" for each in found)
+        print(f"| {name} | {expert_share(full.model, full.one):.2f} | {apart} |", flush=True)
+
+
+def expert_share(model, whole):
+    """The bytes of experts' weights on each device, over all of them."""
+    found = (each.weights for each in model._flatten_layers() if type(each).__name__.endswith("Experts"))
+    held = sum(int(np.prod(variable.value.values[0].shape)) for variables in found for variable in variables)
+    found = (each.weights for each in whole._flatten_layers() if type(each).__name__.endswith("Experts"))
+    return held / sum(int(np.prod(variable.shape)) for variables in found for variable in variables)
+
+
 def main(names):
+    if names == ["experts"]:
+        return experts()
     print("| family | bytes of the blocks | bytes of all, with slots | full | LoRA | full, data 2 x tensor 2 |")
     print("|---|---|---|---|---|---|")
     for name in names or TABLE:

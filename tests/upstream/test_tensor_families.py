@@ -22,6 +22,22 @@ def test_the_training_is_one_devices(family, kind, layout):
     assert found.block_share < 0.55
 
 
+EXPERTS = [
+    *((name, "full", "expert 2") for name in families.MIXTURES),
+    ("qwen_moe", "LoRA", "expert 2"),
+    *((name, "full", "data 2 x expert 2") for name in ("mixtral", "qwen_moe")),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "layout"), EXPERTS, ids=[", ".join(case) for case in EXPERTS])
+def test_experts_over_devices_learn_what_they_learn_on_one(family, kind, layout):
+    """The balance loss is the whole batch's."""
+    found = families.compare(family, kind, layout)
+    assert found.logs < 1e-5
+    assert found.weights < 1e-5
+    assert families.expert_share(found.model, found.one) == 0.5
+
+
 @pytest.mark.parametrize("family", ["gemma, one key head", "llama", "gpt2", "mixtral"])
 def test_it_generates_and_saves_what_one_device_does(family, tmp_path):
     """Caches of keys and values lie in parts, or are shared."""

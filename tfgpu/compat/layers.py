@@ -15,6 +15,11 @@ def layers_within(layer: keras.layers.Layer, include_self: bool = True, recursiv
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
 
 
+def sees_whole_batch(layer: keras.layers.Layer) -> bool:
+    """Whether a layer of tfgpu's, this one or one within, counts over all rows and all positions of a batch."""
+    return any(getattr(each, "sees_whole_batch", False) is True for each in layers_within(layer))
+
+
 def clear_losses(layer: keras.layers.Layer) -> None:
     """Forgets the losses that a layer's calls have added, and those of layers within."""
     layer._clear_losses()

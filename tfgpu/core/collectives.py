@@ -165,7 +165,7 @@ def _sum_on_host(values: list) -> list:
         with tf.device("CPU:0"):
             return [added(strategy.experimental_local_results(column)) for column in columns]
 
-    with _explained_merge_call():
+    with explained_merge_call():
         return _from_sums(replica_context().merge_call(add, args=tuple(sent)), values)
 
 
@@ -218,7 +218,7 @@ def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlice
 
 def _all_reduce(values: list, options) -> list:
     replica = replica_context()
-    with _explained_merge_call():
+    with explained_merge_call():
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, values, communication_options(replica.strategy, options))
 
 
@@ -250,7 +250,7 @@ def _note_varying_shapes(values: list) -> None:
 
 
 @contextlib.contextmanager
-def _explained_merge_call() -> Iterator[None]:
+def explained_merge_call() -> Iterator[None]:
     """Raises a clear error if TensorFlow says that `merge_call` was called in another graph.
 
     Raises:

@@ -212,10 +212,10 @@ def _whole_size(variable) -> int:
     info = sharded_variable.shard_info(variable)
     if info is None:
         return int(np.prod(variable.shape))
-    if not info.sharding.over_replicas:
+    if not info.sharding.over_replicas or getattr(info.sharding, "is_in_shape", False):
         raise InputError(
             f"{info.path!r} is cut along an axis, where blocks of its slots would be others than on one device. Use "
-            "the optimizer without `with_state_dtype`, or a layout without tensor parallelism."
+            "the optimizer without `with_state_dtype`, or a layout without tensor or expert parallelism."
         )
     return int(np.prod(info.sharding.sizes))
 

@@ -17,6 +17,7 @@ from tfgpu.core import replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import connection, model_graph, placement, replicas
 from tfgpu.parallel.device_placement import DevicePlacement, on_devices
+from tfgpu.parallel.expert import execution as expert
 from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
 from tfgpu.parallel.pipeline.sections import PipelineProgram
@@ -44,10 +45,11 @@ def apply(
     """Spreads a model over a mesh of devices. Call it before `compile`.
 
     Args:
-        model: functional or Sequential, built; along `sequence` a subclassed one, too. Build a model that is too large
-            for the first device under `tf.device("CPU:0")`, outside any strategy.
-        mesh: its sizes along `data`, `pipeline`, `sequence` and `tensor`. A mesh without devices uses the GPUs, or the
-            logical CPU devices. `sequence` goes with `data` alone: each device computes its part of the positions.
+        model: functional or Sequential, built; along `sequence` or `expert` a subclassed one, too. Build a model that
+            is too large for the first device under `tf.device("CPU:0")`, outside any strategy.
+        mesh: its sizes along `data`, `pipeline`, `expert`, `sequence` and `tensor`. A mesh without devices uses the
+            GPUs, or the logical CPU devices. `sequence` goes with `data` alone: each device computes its part of the
+            positions. So does `expert`: each device holds its part of the experts, and all that is no expert.
         stages: of the pipeline; None takes the size along `pipeline`, or twice that for the schedule `"interleaved"`.
         microbatches: of the pipeline; None takes 4 per stage.
         schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
@@ -69,13 +71,16 @@ def apply(
     """
     _check_zero(zero, mesh)
     _check_sequence(mesh, zero)
+    _check_expert(mesh, zero, {"stages": stages, "microbatches": microbatches, "cuts": cuts, "batch": batch})
     mesh = _with_devices(mesh)
     if mesh.sequence > 1:
         return _along_sequence(model, mesh)
+    if mesh.expert > 1:
+        return _along_expert(model, mesh, plan)
     if mesh.tensor == 1 or mesh.pipeline > 1 or (stages or 1) > 1:
         model_graph.functional(model)  # raises if there is no graph
     recomputed_layers.check_not_recomputed(model)
-    strategy = _strategy(model, mesh)
+    strategy = _strategy(model, [mesh.device(data=at) for at in range(mesh.data)])
     partitioned = _partition(model, mesh, plan)
     pipeline = _Pipeline(stages, microbatches, schedule, recompute, cuts, batch).checked(mesh)
     stage_of = pipeline.assign_stages(model, mesh)
@@ -116,11 +121,42 @@ def _check_sequence(mesh: Mesh, zero: int) -> None:
         )
 
 
-def _along_sequence(model: keras.Model, mesh: Mesh) -> keras.Model:
+def _check_expert(mesh: Mesh, zero: int, settings: Mapping) -> None:
+    if mesh.expert == 1:
+        return
+    others = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(mesh, axis) > 1]
+    if others or zero:
+        raise InputError(
+            f"`expert` goes with `data` alone, without `zero`. Received: {mesh}, zero={zero}. Leave out "
+            f"{', '.join(f'`{each}`' for each in others or ['zero'])}, or `expert`."
+        )
+    given = [name for name, value in settings.items() if value is not None]
+    if given:
+        raise InputError(f"`{given[0]}` describes a pipeline, and {mesh} has none. Remove it.")
+
+
+def _along_expert(model: keras.Model, mesh: Mesh, plan) -> keras.Model:
+    if plan not in ("auto", None):
+        raise InputError(
+            f"`plan` needs the axis `tensor`, where {mesh} has one device. Along `expert` the plan of each class says "
+            "which weights are of experts: `tfgpu.parallel.register_plan`."
+        )
     recomputed_layers.check_not_recomputed(model)
+    _check_built(model)
+    expert.install(model, mesh, _strategy(model, mesh.devices))
+    return model
+
+
+def _check_built(model: keras.Model) -> None:
     if not model.built:
         raise InputError(f"{model.name!r} is not built. Call it on a batch, or give it an `Input`, and then spread it.")
-    strategy, first = _strategy(model, mesh), _placement(mesh, 0)
+
+
+def _along_sequence(model: keras.Model, mesh: Mesh) -> keras.Model:
+    recomputed_layers.check_not_recomputed(model)
+    _check_built(model)
+    strategy = _strategy(model, [mesh.device(data=at) for at in range(mesh.data)])
+    first = _placement(mesh, 0)
     placement.place_layers(model, dict.fromkeys(model_graph.layers_within(model), first), strategy)
     sequence.install(model, mesh)
     return model
@@ -136,18 +172,17 @@ def _with_devices(mesh: Mesh) -> Mesh:
     return mesh
 
 
-def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
-    """A strategy with a replica for each position along `data`: the model's own where it fits."""
+def _strategy(model: keras.Model, devices: Sequence[str]) -> tf.distribute.Strategy:
+    """A strategy with a replica on each of these devices: the model's own where it fits."""
     placement.forget_default_compile(model)
     placement.check_can_place(model)
     found = model.distribute_strategy
     if not replication.is_replicated(found):
-        return replicas.mirrored(connection.select(mesh.device(data=at) for at in range(mesh.data)))
-    first = _placement(mesh, 0)
-    if on_devices(found.extended.worker_devices) != first:
+        return replicas.mirrored(connection.select(devices))
+    if on_devices(found.extended.worker_devices) != on_devices(devices):
         raise InputError(
-            f"The model was made for replicas on {', '.join(found.extended.worker_devices)}; the first stage is on "
-            f"{', '.join(first.devices)}. Make the model outside any strategy."
+            f"The model was made for replicas on {', '.join(found.extended.worker_devices)}; those of the mesh are on "
+            f"{', '.join(devices)}. Make the model outside any strategy."
         )
     return found
 

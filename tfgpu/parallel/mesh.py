@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from tfgpu.errors import InputError, unknown, whole_number
 
-AXES = ("data", "pipeline", "sequence", "tensor")
+AXES = ("data", "pipeline", "expert", "sequence", "tensor")
 """From the outermost to the innermost: neighbors along `tensor` communicate most, so they are adjacent devices."""
+
+_RARE = ("expert", "sequence")
+"""Axes that are shown only where they have more than one device."""
 
 _NAME = re.compile(r"(?:([0-9]+)/)?(CPU|GPU):([0-9]+)", re.IGNORECASE)
 
@@ -22,15 +25,17 @@ _NAME = re.compile(r"(?:([0-9]+)/)?(CPU|GPU):([0-9]+)", re.IGNORECASE)
 class Mesh:
     """The sizes of the axes along which a model is spread, and the devices.
 
-    Devices are counted with `tensor` innermost, then `sequence`, `pipeline` and `data`: with two each of `tensor`,
-    `pipeline` and `data`, devices 0 and 1 share the layers of one stage, 2 and 3 those of the next, and 4 to 7 are the
-    second copy of the model.
+    Devices are counted with `tensor` innermost, then `sequence`, `expert`, `pipeline` and `data`: with two each of
+    `tensor`, `pipeline` and `data`, devices 0 and 1 share the layers of one stage, 2 and 3 those of the next, and 4 to
+    7 are the second copy of the model.
 
     Args:
         data: copies of the model, each of which trains on its part of the batch.
         pipeline: stages that each copy is split into.
         tensor: shards that a stage's large layers are split into.
         sequence: parts that each sequence is split into; each device computes its part of the positions.
+        expert: parts that the experts of a mixture are split into. Each device trains on its rows of the batch, and
+            tokens go to the devices of their experts and back.
         devices: names in that order, such as `("GPU:0", "GPU:1")`, in a cluster with the number of the process
             (`"1/GPU:0"`); None takes the available devices when the mesh is used.
 
@@ -51,6 +56,7 @@ class Mesh:
     tensor: int = 1
     devices: tuple[str, ...] | None = None
     sequence: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -63,7 +69,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of devices that it needs."""
-        return self.data * self.pipeline * self.sequence * self.tensor
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     def check(self, count: int) -> None:
         """Refuses a number of devices that the sizes do not multiply to, and suggests sizes that would fit.
@@ -90,7 +96,7 @@ class Mesh:
             raise InputError(f"This mesh already has devices: {', '.join(self.devices)}.")
         return found
 
-    def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0, sequence: int = 0) -> str:
+    def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0, sequence: int = 0, expert: int = 0) -> str:
         """The name of the device at a position.
 
         Args:
@@ -102,7 +108,7 @@ class Mesh:
         if self.devices is None:
             raise InputError(f"{self} has no devices yet. Give `devices=[...]`, or call `mesh.on(names)`.")
         place = 0
-        for axis, at in zip(AXES, (data, pipeline, sequence, tensor), strict=True):
+        for axis, at in zip(AXES, (data, pipeline, expert, sequence, tensor), strict=True):
             size = getattr(self, axis)
             if not 0 <= at < size:
                 raise InputError(f"{self} has {axis} from 0 to {size - 1}. Received: {axis}={at}.")
@@ -113,7 +119,7 @@ class Mesh:
         """The groups of devices that differ along one axis only.
 
         Args:
-            axis: `"data"`, `"pipeline"`, `"sequence"` or `"tensor"`.
+            axis: `"data"`, `"pipeline"`, `"expert"`, `"sequence"` or `"tensor"`.
 
         Raises:
             InputError: there is no such axis, or the mesh has no devices yet.
@@ -130,12 +136,14 @@ class Mesh:
         )
 
     def __str__(self) -> str:
-        shown = [axis for axis in AXES if axis != "sequence" or self.sequence > 1]
-        return f"Mesh({', '.join(f'{axis}={getattr(self, axis)}' for axis in shown)})"
+        return f"Mesh({', '.join(f'{axis}={getattr(self, axis)}' for axis in self._shown())})"
+
+    def _shown(self) -> list[str]:
+        return [axis for axis in AXES if axis not in _RARE or getattr(self, axis) > 1]
 
     def _fitting(self, count: int) -> str:
         """Sizes that multiply to a number of devices: those that differ along one axis, or else the closest ones."""
-        used = [axis for axis in AXES if axis != "sequence" or self.sequence > 1]
+        used = self._shown()
         sizes = {axis: getattr(self, axis) for axis in used}
         others = {axis: self.size // size for axis, size in sizes.items()}
         found = [f"{axis}={count // other}" for axis, other in others.items() if count % other == 0]

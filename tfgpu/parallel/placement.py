@@ -115,6 +115,12 @@ def place_layers(
         device_placement.run_on(model, last, name)
 
 
+def move_variables(model: keras.Model, placement: device_placement.DevicePlacement, strategy) -> None:
+    """Moves all variables of a model that are no shards to one placement."""
+    layers = {"": model, **model_graph.layers_within(model)}
+    _move_variables(layers, dict.fromkeys(layers, placement), strategy)
+
+
 def _move_variables(layers: Mapping[str, keras.layers.Layer], placements: Mapping, strategy) -> None:
     """Moves each variable to the placement of the innermost layer that has it; shards are placed already."""
     placement_of = {

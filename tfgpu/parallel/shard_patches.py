@@ -69,6 +69,11 @@ def is_along_axis(info: ShardInfo | None) -> bool:
     return info is not None and (not info.sharding.over_replicas or is_along_axis(info.outer))
 
 
+def is_part_in_shape(info: ShardInfo | None) -> bool:
+    """Whether a shard has the axes of its variable, so that an optimizer would take it for the whole."""
+    return is_along_axis(info) or (info is not None and getattr(info.sharding, "is_in_shape", False))
+
+
 @functools.cache
 def install() -> None:
     """Makes Keras read, write, save and clip shards as the full variable, in this process from now on."""
@@ -182,6 +187,6 @@ def _merge_in_optimizers() -> None:
 
     @wrap("BaseOptimizer.build")
     def build(stock, self, variables):
-        if any(is_along_axis(shard_info(variable)) for variable in variables):
+        if any(is_part_in_shape(shard_info(variable)) for variable in variables):
             check_optimizer(self)
         stock(self, variables)

@@ -26,9 +26,10 @@ PIECES = 2
 
 
 def over_replicas(model: keras.Model) -> list[keras.Variable]:
-    """The variables of which each replica holds a piece."""
+    """The variables of which each replica holds a flat piece; one of experts is tried as any other variable."""
     found = [(variable, shard_info(variable)) for variable in model.variables]
-    return [variable for variable, info in found if info is not None and info.sharding.over_replicas]
+    pieces = [(variable, info.sharding) for variable, info in found if info is not None and info.sharding.over_replicas]
+    return [variable for variable, sharding in pieces if not getattr(sharding, "is_in_shape", False)]
 
 
 class StandIns:

@@ -102,8 +102,8 @@ def _beside(value: ShardedVariable, inner: list[Iterator[Chunk]]) -> Iterator[Ch
 
 
 def _rows_of_pieces(pieces: tuple[tf.Variable, ...], shape: tuple[int, ...]) -> Iterator[Chunk]:
-    """Rows of an array whose numbers lie, one after another, in flat pieces of equal length."""
-    tensors = [piece.read_value() for piece in pieces]
+    """Rows of an array whose numbers lie, one after another, in pieces of equal length."""
+    tensors = [tf.reshape(piece.read_value(), [-1]) for piece in pieces]
     length, row = int(tensors[0].shape[0]), math.prod(shape[1:])
     step = max(1, _SLICE_BYTES // max(row * tensors[0].dtype.size, 1))
     for first in range(0, shape[0], step):

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import layers
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.pipeline import sections
 from tfgpu.parallel.pipeline.micro_batches import MicroBatches, map_with_mask
@@ -97,7 +98,8 @@ class _Trial:
         """Whether a call computes from the halves what it computes from the whole."""
         _run(call, self._whole, _WHOLE, 0)
         made = [tensor for tensor in call.outputs if sections.has_batch_axis(tensor)]
-        found = [tf.constant(all(id(tensor) in half for half in self._halves for tensor in call.inputs))]
+        is_known = all(id(tensor) in half for half in self._halves for tensor in call.inputs)
+        found = [tf.constant(is_known and not any(map(layers.sees_whole_batch, call.layers)))]
         if tf.get_static_value(found[0]):
             for micro, half in enumerate(self._halves):
                 _run(call, half, _HALVES, micro)

@@ -180,6 +180,8 @@ class _Whole:
     def _is_local(self, given: tuple) -> bool:
         """Whether parts give the whole, by a trial that is kept with the layer."""
         layer, length = self._operation, self._group.length
+        if getattr(layer, "sees_whole_batch", False) is True:
+            return False
         if type(layer).__module__.startswith("keras.") and type(layer).call is not keras.layers.Layer.call:
             return False  # Keras's own layers have rules
         key = tuple(

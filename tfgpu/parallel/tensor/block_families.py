@@ -52,6 +52,11 @@ _GEMMA_FFN = {"gating_ffw": "column", "gating_ffw_2": "column", "ffw_linear": "r
 _EXPERTS = {"_expert_feedforward_gate_dense": 0, "_expert_feedforward_output_dense": 0, "call": 0}
 _MIXTRAL_EXPERTS = {**_EXPERTS, "_expert_feedforward_intermediate_dense": 0}
 
+_GPT_OSS_EXPERTS = dict.fromkeys(("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias", "call"), 0)
+_FEED_FORWARD_EXPERTS = dict.fromkeys(
+    ("up_kernel", "up_bias", "gate_kernel", "gate_bias", "down_kernel", "down_bias", "call"), 0
+)
+
 _KERAS_HUB = {
     "CachedMultiHeadAttention": (_MULTI_HEAD, _CACHE[0], _CACHE[1] | _SCORES),
     "TransformerDecoder": (_PAIR,),
@@ -76,6 +81,8 @@ _KERAS_HUB = {
     "Qwen3MoeAttention": _LLAMA,
     "Qwen3MoeMLP": (_GATED,),
     "Qwen3MoeExperts": (_EXPERTS,),
+    "Qwen3_5MoeExperts": (_EXPERTS,),
+    "GptOssExperts": (_GPT_OSS_EXPERTS,),
 }
 
 _GROUPED = {
@@ -91,6 +98,7 @@ PLANS = {
     ("keras", "GroupedQueryAttention"): (_GROUPED, {}, _SCORES),
     ("keras", "MultiHeadAttention"): (_MULTI_HEAD, {}, _SCORES),
     ("keras_hub.src.models.vit.vit_layers", "MLP"): ({"dense_1": "column", "dense_2": "row"},),  # one of several MLPs
+    ("tfgpu", "FeedForwardExperts"): (_FEED_FORWARD_EXPERTS, {"inputs": 0}),
     **{("keras_hub", name): plan for name, plan in _KERAS_HUB.items()},
 }
 """By package or module, and name, of a class: the arguments of its `TensorPlan`."""

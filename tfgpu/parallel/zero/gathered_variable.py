@@ -133,11 +133,11 @@ def export_full_variables() -> None:
 
     @wrap("keras.Model.export")
     def export(stock, self, *args, **kwargs):
-        if not any(map(sharding.is_fully_sharded, self.weights)):
+        if not any(map(_is_piece, self.weights)):
             return stock(self, *args, **kwargs)
         if not model_graph.is_functional(self):
             raise InputError(
-                f"{self.name!r} is sharded (stage 3) and has no graph, so `export` cannot rebuild it. Save it with "
+                f"{self.name!r} is sharded over replicas and has no graph, so `export` cannot rebuild it. Save it with "
                 "`model.save`, open the file on one device, and export that model."
             )
         values = self.get_weights()  # on all workers: reading is a collective
@@ -145,6 +145,11 @@ def export_full_variables() -> None:
             full = keras.models.clone_model(self)
             full.set_weights(values)
             full.export(*args, **kwargs)
+
+
+def _is_piece(variable) -> bool:
+    info = sharded_variable.shard_info(variable)
+    return info is not None and info.sharding.over_replicas
 
 
 def _shard(variable, placement: device_placement.DevicePlacement, strategy, config) -> keras.Variable:

@@ -1,7 +1,6 @@
 """Optimizers that are built on shards: their slots start, are averaged and are swapped as those of one device."""
 
 import functools
-from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -10,8 +9,8 @@ from tfgpu.compat import optimizers, variables
 from tfgpu.compat.keras import BaseOptimizer, MultiOptimizer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, step_context
-from tfgpu.core.state import sharded_variable
 from tfgpu.core.state.sharded_variable import full_variable
+from tfgpu.parallel import shard_averages
 from tfgpu.parallel.zero import dealing, optimizer_build, update
 from tfgpu.parallel.zero.dealing import target_of
 from tfgpu.parallel.zero.sharding import is_fully_sharded, is_sharded, state_of
@@ -26,7 +25,7 @@ def install() -> None:
     extensions.gradient_extensions.register(update.ShardedUpdates(), order=30)
     extensions.xla_obstacles.register(lambda model: any(map(is_fully_sharded, model.trainable_variables)))
     _build_on_shards_everywhere()
-    _average_full_variables()
+    shard_averages.install()
 
     _make_slots_of_dealt_variables()
     if MultiOptimizer.__module__.startswith("keras."):
@@ -96,39 +95,3 @@ def _build_on_shards(cls: type) -> None:
             return None
         with _building.set_to(True):
             return optimizer_build.build(self, targets, functools.partial(stock, self))
-
-
-def _average_full_variables() -> None:
-    """Makes Keras overwrite and swap full variables with their moving averages, not pieces."""
-
-    @wrap("TFOptimizer.overwrite_model_variables_with_average_value")
-    def overwrite(stock, self, trainable_variables):
-        if step_context.gradients_are_summed() or not any(map(is_sharded, trainable_variables)):
-            return stock(self, trainable_variables)
-        for variable, average in _averages(self):
-            variable.assign(average.numpy())
-
-    @wrap("SwapEMAWeights.tf_swap_variables")
-    def swap(stock, self, optimizer):
-        if not any(map(is_sharded, optimizers.trained(optimizer))):
-            return stock(self, optimizer)
-        for variable, average in _averages(optimizer):
-            value = np.array(variable.numpy())
-            variable.assign(average.numpy())
-            average.assign(value)
-
-    @wrap("SwapEMAWeights.tf_finalize_ema_values")
-    def finalize(stock, self, optimizer):
-        if not any(map(is_sharded, optimizers.trained(optimizer))):
-            return stock(self, optimizer)
-        for variable, average in _averages(optimizer):
-            average.assign(variable.numpy())
-
-
-def _averages(optimizer) -> Iterator[tuple]:
-    """Each full variable with its full average."""
-    for shard, average in zip(optimizers.trained(optimizer), optimizers.averages(optimizer), strict=True):
-        full = full_variable(shard)
-        if is_fully_sharded(full):
-            full = sharded_variable.ShardedVariable([full])
-        yield full, sharded_variable.ShardedVariable([average])

@@ -67,7 +67,7 @@ class _ShardedUpdate:
         sums = [_on_shards_device(piece, target) for piece, target in zip(sums, self._targets, strict=True)]
         all_finite = None
         if isinstance(self._optimizer, LossScaleOptimizer):
-            sums, all_finite = _share_infinities(sums)
+            sums, all_finite = share_infinities(sums)
         pairs = zip(self._targets, self._has_gradient, sums, strict=True)
         mine = [not has or piece is not None for _, has, piece in pairs]
         scale = gradient_weights.loss_scale_of(self._optimizer)
@@ -134,7 +134,7 @@ def _on_shards_device(piece, shard):
         return tf.nest.map_structure(tf.identity, piece, expand_composites=True)
 
 
-def _share_infinities(pieces: list) -> tuple[list, tf.Tensor]:
+def share_infinities(pieces: list) -> tuple[list, tf.Tensor]:
     """Adds infinity to one piece where any replica's pieces are not finite, so that all replicas skip the step.
 
     Returns:

@@ -1,0 +1,5 @@
+"""Layers that Keras lacks."""
+
+from tfgpu.lazy import on_first_use
+
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

@@ -1,0 +1,1 @@
+from tfgpu.layers.mixture_of_experts import MixtureOfExperts as MixtureOfExperts

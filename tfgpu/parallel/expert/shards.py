@@ -1,0 +1,144 @@
+"""Variables of experts: each device of a group holds, and updates, those of its experts.
+
+The variable of a device is an ordinary Keras variable, of which each replica's copy has other experts. Files,
+checkpoints and `get_weights` see the variable of all experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import keras as keras_private
+from tfgpu.compat import layers, variables
+from tfgpu.core import replication, step_context
+from tfgpu.core.state import replica_values, sharded_variable
+from tfgpu.core.state.array_slices import ArraySlices
+from tfgpu.errors import InputError
+from tfgpu.parallel import device_placement, shard_patches
+from tfgpu.parallel.expert.groups import Groups
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """A variable whose first axis counts experts, of which each device of a group has a part.
+
+    Attributes:
+        sizes: the shape of the variable of all experts.
+        groups: the replicas.
+    """
+
+    sizes: tuple[int, ...]
+    groups: Groups
+    over_replicas = True
+    holder = None
+    is_in_shape = True  # an optimizer sees a part of the variable, with the same axes
+
+    def shape(self, shards: Sequence) -> tuple[int, ...]:
+        return self.sizes
+
+    def read(self, shards: Sequence) -> np.ndarray:
+        held = variables.held(shards[0])
+        return np.concatenate([np.asarray(copy) for copy in held.values[: self.groups.size]])
+
+    def write(self, shards: Sequence, value: np.ndarray | ArraySlices) -> None:
+        variable = variables.held(shards[0])
+        count = int(variable.shape[0])
+
+        def part(replica: int) -> np.ndarray:
+            first = replica % self.groups.size * count
+            return np.asarray(value[first : first + count])
+
+        replica_values.assign_each(variable.distribute_strategy, variable, part)
+
+
+class ExpertVariable(sharded_variable.ShardedVariable):
+    """What a layer reads in the place of its variable: in a replica that of its experts, elsewhere that of all."""
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        if keras_private.in_symbolic_scope():
+            value = tf.zeros(self.shape, self.dtype)
+        elif replication.replica_context() is not None or step_context.current().is_trying:
+            value = tf.convert_to_tensor(self.shards[0])
+        else:
+            copies = variables.held(self.shards[0]).values[: self.sharding.groups.size]
+            value = tf.concat([tf.convert_to_tensor(copy) for copy in copies], 0)
+        return tf.cast(value, dtype or value.dtype)
+
+
+def is_of_experts(variable) -> bool:
+    """Whether a variable holds other experts on other replicas."""
+    info = sharded_variable.shard_info(variable)
+    return info is not None and isinstance(info.sharding, ExpertSharding)
+
+
+def groups_of(variable) -> Groups:
+    """The groups of a variable that holds other experts on other replicas."""
+    return sharded_variable.shard_info(variable).sharding.groups
+
+
+def why_not(layer: keras.layers.Layer, name: str, groups: Groups) -> str | None:
+    """Why a variable of a layer cannot be spread; None if it can."""
+    variable = getattr(layer, name)
+    if variable.shape[0] % groups.size:
+        near = variable.shape[0] // groups.size * groups.size
+        fit = f"{near} or {near + groups.size}" if near else f"{groups.size}"
+        return f"{name} has {variable.shape[0]} experts, which {groups.size} devices do not divide ({fit} would fit)"
+    if variable.regularizer is not None:
+        return f"{name} has a regularizer, which would see a part of the experts; use weight decay"
+    if variable.constraint is not None and not isinstance(variable.constraint, keras.constraints.NonNeg):
+        return f"{name} has the constraint {type(variable.constraint).__name__}, which may see all experts"
+    return None
+
+
+def spread(layer: keras.layers.Layer, names: Sequence[str], placement, strategy, groups: Groups) -> None:
+    """Replaces variables of a layer, in place, by those of each device's experts.
+
+    Args:
+        layer: built.
+        names: its attributes.
+        placement: of the replicas.
+        strategy: the replicas.
+        groups: of the replicas.
+    """
+    shards = {}
+    for name in names:
+        variable = getattr(layer, name)
+        shard = _created(variable, placement, strategy, groups)
+        shards[id(variable)] = shard
+        object.__setattr__(layer, name, ExpertVariable([shard]))
+    order, may_train = layers.own_variables(layer), {id(each) for each in layers.own_trainable(layer)}
+    with layers.unlocked(layer) as (untrack, track):
+        for variable in order:
+            untrack(variable)
+        for variable in order:
+            each, trains = shards.get(id(variable), variable), variable.trainable
+            each.trainable = id(variable) in may_train  # of a frozen layer, too; Keras keeps two lists
+            track(each)
+            each.trainable = trains
+    shard_patches.save_merged(layer)
+    for name in ("enable_lora", "quantize"):
+        object.__setattr__(layer, name, lambda *args, of=name, **kwargs: _refuse(layer, of))
+
+
+def _created(variable: keras.Variable, placement, strategy, groups: Groups) -> keras.Variable:
+    sizes, value = tuple(variable.shape), variables.take_value(variable)  # frees its memory
+    count = sizes[0] // groups.size
+    with strategy.scope(), device_placement.variable_scope(placement):
+        shard = keras_private.Variable(
+            value[:count], dtype=variable.dtype, autocast=variables.autocasts(variable), name=variable.name
+        )
+    variables.rename(shard, variable.path)
+    shard.constraint = variable.constraint
+    shard_patches.mark_shards([shard], ExpertSharding(sizes, groups), variable.path)
+    sharded_variable.ShardedVariable([shard]).assign(value)
+    return shard
+
+
+def _refuse(layer: keras.layers.Layer, name: str) -> None:
+    raise InputError(
+        f"`{name}` changes the variables of {layer.name!r}, whose experts are on several devices. Call it on the model "
+        "in the file that `save` writes."
+    )
