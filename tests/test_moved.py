@@ -1,5 +1,7 @@
 """Earlier spellings of commands and options are refused, with the new one named; a script's own stay its own."""
 
+import sys
+
 import pytest
 
 from tfgpu import cli
@@ -46,6 +48,8 @@ def test_hosts_are_no_nodes(capsys):
 def test_a_scripts_own_options_may_have_any_name(tmp_path, monkeypatch, capsys):
     (tmp_path / HERE).write_text("import sys; print(sys.argv[1:])\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", HERE, "--config", "a", "--global-batch", "8", "--help-all"])
     assert (

@@ -10,7 +10,8 @@ import pytest
 
 from tfgpu import cli
 from tfgpu.errors import InputError
-from tfgpu.run import run
+from tfgpu.launch import quiet
+from tfgpu.run import main, run
 
 TUTORIAL = """
 import sys
@@ -239,3 +240,62 @@ def test_an_error_outside_a_script_is_one_line_with_its_type(monkeypatch, capsys
     with pytest.raises(SystemExit):
         cli.main(["doctor"])
     assert capsys.readouterr().err == "error: KeyError: 'x'. Set TFGPU_DEBUG=1 for a traceback.\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder for a script that runs in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+LONG = "def fit():\n    raise KeyboardInterrupt\n\nfit()\n"
+
+
+def test_ctrl_c_is_one_line_that_names_the_place(here, capsys):
+    (here / "long.py").write_text(LONG)
+    assert main(["long.py"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "Interrupted at long.py, line 2: raise KeyboardInterrupt\n")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "long.py"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "error: Interrupted at long.py, line 2: raise KeyboardInterrupt\n"
+
+
+NOISE = (
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+    "I0000 00:00:1795673769.524377   18090 port.cc:153] oneDNN custom operations are on.\n"
+    "To enable the following instructions: AVX2 FMA, rebuild TensorFlow.\n"
+    "E0000 00:00:1795673809.448251   18090 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error\n"
+)
+
+
+def test_start_up_messages_are_hidden_and_others_stay(monkeypatch, capfd):
+    monkeypatch.delenv(quiet.LEVEL)
+    with quiet.starting():
+        os.write(2, f"{NOISE}W0000 00:00:1.0 1 gpu_device.cc:1] Cannot dlopen some GPU libraries.\n".encode())
+        assert os.environ[quiet.LEVEL] == "1"
+    assert capfd.readouterr().err == "W0000 00:00:1.0 1 gpu_device.cc:1] Cannot dlopen some GPU libraries.\n"
+    with quiet.starting():  # the user has set the level, as the line above does
+        os.write(2, NOISE.encode())
+    assert capfd.readouterr().err == NOISE
+    monkeypatch.delenv(quiet.LEVEL)
+    with pytest.raises(ImportError), quiet.starting():
+        os.write(2, NOISE.encode())
+        raise ImportError
+    assert capfd.readouterr().err == NOISE
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_has_a_clean_screen(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import keras, numpy as np\nmodel = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\nmodel.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)\nprint('trained')\n"
+    )
+    clean = {name: value for name, value in environ().items() if name != quiet.LEVEL}
+    command = [sys.executable, "-m", "tfgpu", "run", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=550, env=clean)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")

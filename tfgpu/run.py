@@ -13,7 +13,7 @@ from pathlib import Path
 from tfgpu import rendezvous
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, no_script
-from tfgpu.launch import heartbeat
+from tfgpu.launch import heartbeat, quiet
 from tfgpu.rendezvous import lost
 
 OPTION = "--startup-timeout"
@@ -47,9 +47,12 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     heartbeat.beat()
     cluster = _enter(Cluster.from_environment())
     rendezvous.join(cluster, script=str(path))
-    from tfgpu import repairs
+    with quiet.starting():
+        quiet.start_tensorflow()
+        from tfgpu import repairs
 
-    if repairs.repair_keras():
+        repaired = repairs.repair_keras()
+    if repaired:
         _meet_at_strategies(cluster)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
@@ -70,8 +73,8 @@ def main(words: Sequence[str]) -> int:
         words: `--startup-timeout SECONDS`, optional; the script; its arguments.
 
     Returns:
-        The exit code: 2 for wrong input, which no restart repairs, 1 for a failure that one may. The script's own exits
-        and errors pass.
+        The exit code: 2 for wrong input, which no restart repairs, 1 for a failure that one may, 130 after Ctrl-C. The
+        script's own exits and errors pass.
     """
     words, timeout = list(words), None
     if words and words[0].split("=")[0] == OPTION:
@@ -86,7 +89,26 @@ def main(words: Sequence[str]) -> int:
     except (InputError, MachineError) as error:
         _tell(error)
         return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt as interrupt:
+        print(interrupted(interrupt, words[0]), file=sys.stderr)
+        return 130
     return 0
+
+
+def interrupted(interrupt: KeyboardInterrupt, script: str | Path) -> str:
+    """What Ctrl-C interrupted, in one line instead of a traceback.
+
+    Args:
+        interrupt: as it left the script.
+        script: the script.
+
+    Example:
+        >>> interrupted(KeyboardInterrupt(), "train.py")
+        'Interrupted.'
+    """
+    frames = traceback.extract_tb(interrupt.__traceback__)
+    own = [frame for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(script)]
+    return f"Interrupted at {script}, line {own[-1].lineno}: {own[-1].line}" if own else "Interrupted."
 
 
 def _enter(cluster: Cluster) -> Cluster:

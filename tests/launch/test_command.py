@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,50 @@ def test_two_processes_learn_what_one_learns(tmp_path):
 def weights(path: Path) -> list[np.ndarray]:
     with np.load(path) as file:
         return [file[name] for name in file.files]
+
+
+FOREVER = """
+import keras
+import numpy as np
+import tfgpu
+
+class Began(keras.callbacks.Callback):
+    every_batch = False
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            print("began", flush=True)
+
+with tfgpu.strategy().scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((4, 2)), np.ones((4, 1)), epochs=10**6, verbose=0, callbacks=[Began()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ctrl_c_leaves_one_line_of_each_worker(tmp_path):
+    """The terminal's SIGINT goes to the launcher's group. TensorFlow's start leaves nothing on the screen either."""
+    (tmp_path / "train.py").write_text(FOREVER)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TF_C", "FORCE_COLOR"))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfgpu", "launch", "-n", "2", "--no-logs", "--startup-timeout", "550", "train.py"],
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": str(ROOT), "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        began = [process.stdout.readline() for _ in range(2)]
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=550)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and sorted(began) == ["worker 0| began\n", "worker 1| began\n"]
+    lines = [line for line in err.splitlines() if not line.startswith("launch  |")]
+    assert [line.partition(", line")[0] for line in sorted(lines)] == [
+        f"worker {at}| Interrupted at train.py" for at in range(2)
+    ]

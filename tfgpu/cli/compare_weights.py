@@ -8,6 +8,7 @@ import typer
 
 from tfgpu.cli import screen
 from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json
+from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.redact import printable
 
 app = typer.Typer()
@@ -35,8 +36,8 @@ def compare_weights(
     json_to: JsonTo = None,
 ) -> None:
     check_json(json_to)
-    from tfgpu.checkpoint import verification
-
+    start_tensorflow()
+    verification = imported("tfgpu.checkpoint.verification")
     found = verification.verify(one, other, rtol=rtol, atol=atol)
     if not put_json(asdict(found), as_json=as_json, json_to=json_to):
         how = "within the bound" if rtol or atol else "bit by bit"

@@ -6,7 +6,8 @@ import typer
 
 from tfgpu import rendezvous
 from tfgpu.cli import screen
-from tfgpu.run import run
+from tfgpu.cli.start import complain
+from tfgpu.run import interrupted, run
 
 app = typer.Typer()
 
@@ -30,4 +31,8 @@ def run_script(
     ] = None,
 ) -> None:
     seconds = None if startup_timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: startup_timeout})
-    run(script, arguments or [], startup_timeout_s=seconds)
+    try:
+        run(script, arguments or [], startup_timeout_s=seconds)
+    except KeyboardInterrupt as interrupt:
+        complain(interrupted(interrupt, script))
+        raise typer.Exit(130) from None

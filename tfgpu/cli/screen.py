@@ -10,6 +10,7 @@ from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from tfgpu.cli import moved
+from tfgpu.cli.start import complain
 from tfgpu.errors import InputError
 
 HELP = {"help_option_names": ["-h", "--help", "--help-all"]}
@@ -78,6 +79,13 @@ class Group(TyperGroup):
             if not ctx.resilient_parsing and (new := moved.command(words)):
                 raise InputError(new)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:  # Typer would end without a word.
+            complain(str(interrupt) or "Interrupted.")
+            raise typer.Exit(130) from None
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         return [item for item in super().shell_complete(ctx, incomplete) if " " not in item.value]

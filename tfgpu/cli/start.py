@@ -3,8 +3,6 @@
 import importlib
 import os
 import signal
-import sys
-import tempfile
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -12,27 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from tfgpu.launch.quiet import starting
+
 
 def start_tensorflow(*, quiet: bool = True) -> None:
     """Imports TensorFlow without its startup messages, unless the user has set a log level."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if not quiet or "TF_CPP_MIN_LOG_LEVEL" in os.environ:
-        return
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # TensorFlow writes its first messages to file descriptor 2 before it reads that variable.
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as aside:
-        screen = os.dup(2)
-        os.dup2(aside.fileno(), 2)
-        try:
+    if quiet:
+        with starting("3"):
             imported("tensorflow")
-        except Exception:
-            aside.seek(0)
-            os.write(screen, aside.read())
-            raise
-        finally:
-            os.dup2(screen, 2)
-            os.close(screen)
 
 
 def imported(name: str) -> ModuleType:

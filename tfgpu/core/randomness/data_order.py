@@ -167,6 +167,7 @@ def _shuffle_each_epoch(adapter, seed: int) -> tf.data.Dataset:
     rows = training.rows_of(adapter)
     inputs = as_sliceable(training.arrays_of(adapter))
 
+    @tf.autograph.experimental.do_not_convert
     def batch_of(places, inputs):
         def part(value):
             if (found := sparse_rows(value, places)) is not None:

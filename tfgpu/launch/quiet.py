@@ -1,0 +1,64 @@
+"""Keeps TensorFlow's start-up messages from the screen; warnings and errors stay."""
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+_NOISE = re.compile(
+    rb"^(WARNING: All log messages before absl::InitializeLog"
+    rb"|To enable the following instructions"
+    rb"|I\d{4} \d\d:\d\d:[\d.]+ .*|I0000 .*"
+    rb"|E0000 .*failed call to cuInit.*)"
+)
+
+
+@contextlib.contextmanager
+def starting(level: str = "1") -> Iterator[None]:
+    """Hides what TensorFlow writes while it starts, unless the user has set TF_CPP_MIN_LOG_LEVEL.
+
+    TensorFlow writes its first messages to file descriptor 2 before it reads that variable. What else is written there
+    follows at the end, and everything if the block fails.
+
+    Args:
+        level: the least level that TensorFlow's C++ code writes from then on: 1 is warnings, 3 is none.
+
+    Example:
+        >>> with starting():
+        ...     import tensorflow
+    """
+    if LEVEL in os.environ:
+        yield
+        return
+    os.environ[LEVEL] = level
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as aside:
+        screen = os.dup(2)
+        os.dup2(aside.fileno(), 2)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            sys.stderr.flush()
+            os.dup2(screen, 2)
+            aside.seek(0)
+            kept = [line for line in aside if failed or not _NOISE.match(line)]
+            os.write(screen, b"".join(kept))
+            os.close(screen)
+
+
+def start_tensorflow() -> None:
+    """Imports TensorFlow; without a GPU it looks for one now, so that its complaint is hidden too.
+
+    With a GPU it does not look: a script may still choose by CUDA_VISIBLE_DEVICES.
+    """
+    import tensorflow as tf
+
+    if not any(Path(name).exists() for name in _GPU_FILES):
+        tf.config.list_physical_devices()
