@@ -1,6 +1,6 @@
 """What KerasHub's models learn where their blocks are split over devices, against one device.
 
-    python tests/upstream/tensor_families.py            # prints the table of docs/guides/parallel.md
+    python tests/upstream/tensor_families.py            # prints the table of docs/measured/parallel.md
     python tests/upstream/tensor_families.py llama gpt2 # these families
     python tests/upstream/tensor_families.py experts    # mixtures, with their experts over devices
 
