@@ -3,7 +3,9 @@
 Workers are processes on this machine, with one CPU device each: two with whole weights, four with ZeRO stage 3. For
 each it prints the bytes that it writes over all bytes, the growth of its memory (without pages of files) while it saves
 and loads, the milliseconds that the step waits for a save beside those of the copy alone and of the write; medians, and
-the largest growth, over the saves. glibc gives freed arrays back at once here, so that growth is what is in use.
+the largest growth, over the saves. Each wait is measured between two copies, and divided by their mean: so other work
+on the machine counts on both sides. The median of these ratios comes with its quartiles. glibc gives freed arrays back
+at once here, so that growth is what is in use.
 
 `--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the starts after
 which the newest checkpoint could not be read. `--keras` measures the growth of one process's memory while it saves a
@@ -27,6 +29,12 @@ from typing import Annotated
 import typer
 
 CASES = {"whole weights, 2 workers": (2, 0), "ZeRO stage 3, 4 workers": (4, 3)}
+KERAS_FILES = {
+    "on each of 4 replicas": (0,),
+    "ZeRO stage 3 on 4 replicas": (3,),
+    "a run with a schedule of tfgpu's, on 4 replicas": (0, "--of-run"),
+    "the same with ZeRO stage 3": (3, "--of-run"),
+}
 TIMEOUT_S = 900
 ENDLESS = 100_000
 app = typer.Typer()
@@ -58,7 +66,7 @@ class Growth:
         raise RuntimeError("This system does not tell the pages of a process that are its own.")
 
 
-def build(strategy, stage: int, width: int):
+def build(strategy, stage: int, width: int, rate: object = 1e-4):
     """A model whose weights and Adam's slots take 24 bytes times the square of its width, about."""
     import keras
 
@@ -70,7 +78,7 @@ def build(strategy, stage: int, width: int):
         model = keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(1)])
         if stage:
             model = tfgpu.parallel.shard(model, stage)
-        model.compile(keras.optimizers.Adam(1e-4), "mse", jit_compile=False)
+        model.compile(keras.optimizers.Adam(rate), "mse", jit_compile=False)
     return model
 
 
@@ -86,19 +94,24 @@ def worker(folder: Path, stage: int, width: int, saves: int) -> None:
 
     strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])
     model, again = build(strategy, stage, width), build(strategy, stage, width)
-    found = {"waits": [], "copies": [], "writes": [], "growth": []}
+    found = {"waits": [], "copies": [], "ratios": [], "writes": [], "growth": []}
 
     class Timed(Checkpoint):
         def _save(self, *args, **kwargs):
-            began = time.perf_counter()
-            parts.copy(self.model, metrics=True)
-            found["copies"].append(time.perf_counter() - began)
+            before = self._copy_s()
             with Growth() as growth:
                 began = time.perf_counter()
                 super()._save(*args, **kwargs)
-                found["waits"].append(time.perf_counter() - began)
+                wait = time.perf_counter() - began
                 self._finish_writing(self.model)
-            found["growth"].append(growth.bytes)
+            copy = (before + self._copy_s()) / 2
+            for name, value in {"waits": wait, "copies": copy, "ratios": wait / copy, "growth": growth.bytes}.items():
+                found[name].append(value)
+
+        def _copy_s(self):
+            began = time.perf_counter()
+            parts.copy(self.model, metrics=True)
+            return time.perf_counter() - began
 
     class Timing(Writer):
         def put(self, what, write):
@@ -135,20 +148,29 @@ def victim(folder: Path, width: int) -> None:
 
 
 @app.command(hidden=True)
-def keras_file(folder: Path, stage: int, width: int, stock: bool) -> None:
-    """Saves a `.keras` file from four replicas; prints the growth as JSON."""
+def keras_file(folder: Path, stage: int, width: int, stock: bool, of_run: bool = False) -> None:
+    """Saves a `.keras` file from four replicas; prints the growth as JSON.
+
+    With `of_run` the model has a schedule of tfgpu's, and the file opens without tfgpu: `stock` then copies it first.
+    """
     import numpy as np
 
     import tfgpu
+    from tfgpu.serving import stock as serving
+    from tfgpu.training import schedules
 
     tfgpu.environment.set_logical_devices(4)
-    model = build(tfgpu.strategy("mirrored", devices=[f"CPU:{at}" for at in range(4)]), stage, width)
+    strategy = tfgpu.strategy("mirrored", devices=[f"CPU:{at}" for at in range(4)])
+    rate = schedules.build("cosine", 1e-4, total_steps=8, warmup_steps=1, accumulate=2).learning_rate
+    model = build(strategy, stage, width, rate if of_run else 1e-4)
     model.fit(np.ones((8, width), "float32"), np.ones((8, 1), "float32"), 8, verbose=0)
     small = build(tfgpu.strategy("one_device", devices="CPU:0"), 0, 8)
     small.save(folder / "small.keras")  # what the first save imports does not count
     path = folder / "model.keras"
     with Growth() as growth:
-        if stock:
+        if of_run:
+            serving.stock_model(model).save(path) if stock else serving.save_stock_model(model, path)
+        elif stock:
             from keras.src.saving import saving_lib
 
             with open(path, "wb") as file:
@@ -159,13 +181,13 @@ def keras_file(folder: Path, stage: int, width: int, stock: bool) -> None:
 
 
 def measure_keras(width: int) -> None:
-    """Prints a table of the growth, of the file, and of its largest array."""
-    print("| weights | written by | file | largest array | grows to save |")
-    for name, stage in (("on each of 4 replicas", 0), ("ZeRO stage 3 on 4 replicas", 3)):
+    """Prints a table of the growth, and of its share of the file's bytes."""
+    print("| weights | tfgpu | Keras; for a run: `stock_model(model).save` |\n|---|---|---|")
+    for name, (stage, *flags) in KERAS_FILES.items():
+        cells = [name]
         for stock in (False, True):
             with tempfile.TemporaryDirectory() as folder:
-                command = ("keras-file", folder, str(stage), str(width), "1" if stock else "0")
-                processes = start(1, *command)
+                processes = start(1, "keras-file", folder, stage, width, "1" if stock else "0", *flags)
                 try:
                     out, err = processes[0].communicate(timeout=TIMEOUT_S)
                     if processes[0].returncode:
@@ -173,9 +195,8 @@ def measure_keras(width: int) -> None:
                     found = json.loads(out.splitlines()[-1])
                 finally:
                     end(processes)
-            sizes = [f"{size / 1e6:.1f} MB" for size in (found["bytes"], 4 * width * width)]
-            growth = f"{found['growth'] / 1e6:.1f} MB ({found['growth'] / found['bytes']:.2f})"
-            print("|", " | ".join([name, "Keras" if stock else "tfgpu", *sizes, growth]), "|", flush=True)
+            cells.append(f"{found['growth'] / 1e6:.1f} MB, {found['growth'] / found['bytes']:.2f}")
+        print("|", " | ".join(cells), "|", flush=True)
 
 
 def start(count: int, *command: str) -> list[subprocess.Popen]:
@@ -221,12 +242,14 @@ def measure(name: str, width: int, saves: int) -> None:
             end(processes)
     total = sum(answer["bytes"] for answer in answers)
     print(f"\n{name}: a checkpoint of {total / 1e6:.1f} MB, {saves} saves")
-    print("| worker | writes | grows to save | grows to load | step waits | copy alone | write |")
+    print("| worker | writes | grows to save | grows to load | step waits | copy alone | wait over copy | write |")
     for rank, answer in enumerate(answers):
         milliseconds = [1000 * statistics.median(answer[key]) for key in ("waits", "copies", "writes")]
         grows = [f"{size / 1e6:.1f} MB ({size / total:.2f})" for size in (max(answer["growth"]), answer["load"])]
-        waits = [f"{each:.1f} ms" for each in milliseconds]
-        print("|", " | ".join([str(rank), f"{answer['bytes'] / total:.1%}", *grows, *waits]), "|")
+        waits, copies, writes = [f"{each:.1f} ms" for each in milliseconds]
+        low, middle, high = statistics.quantiles(answer["ratios"], n=4)
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        print("|", " | ".join([str(rank), f"{answer['bytes'] / total:.1%}", *grows, waits, copies, ratio, writes]), "|")
 
 
 def kill(count: int, width: int) -> None:
@@ -271,7 +294,7 @@ def newest_name(folder: str) -> str:
 def main(
     context: typer.Context,
     width: Annotated[int, typer.Option(help="Units of a hidden layer.")] = 2048,
-    saves: Annotated[int, typer.Option(help="Saves that are measured.")] = 5,
+    saves: Annotated[int, typer.Option(help="Saves that are measured.", min=2)] = 15,
     kills: Annotated[int, typer.Option(help="How often a worker is killed; 0 measures instead.")] = 0,
     of_keras: Annotated[bool, typer.Option("--keras", help="Measure `.keras` files instead.")] = False,
 ) -> None:

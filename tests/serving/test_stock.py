@@ -1,18 +1,22 @@
 """A model that was trained here opens in stock Keras, where tfgpu is not installed."""
 
+import io
+import json
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
 
 import tfgpu
 from tfgpu import models
-from tfgpu.serving.stock import stock_model
+from tfgpu.core.state import slice_writer
+from tfgpu.serving.stock import save_stock_model, stock_model
 from tfgpu.training import schedules
 from tfgpu.training.optimizers import LARS
 from tfgpu.training.perplexity import Perplexity
@@ -63,12 +67,26 @@ def opened(*paths):
     return [line.endswith("True") for line in done.stdout.splitlines() if line.startswith("opened")]
 
 
+def content(path):
+    """All of a file, with its arrays as bytes."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        file = h5py.File(io.BytesIO(archive.read("model.weights.h5")))
+        found = {"config": json.loads(archive.read("config.json"))}
+    file.visititems(
+        lambda name, item: found.update({name: np.asarray(item).tobytes() if hasattr(item, "dtype") else 0})
+    )
+    return found
+
+
 def check(model, x, folder):
     made = stock_model(model)
     np.testing.assert_array_equal(model(x), made(x))
     made.save(folder / "model.keras")
     assert "tfgpu" not in zipfile.ZipFile(folder / "model.keras").read("config.json").decode()
     again = keras.models.load_model(folder / "model.keras")
+    save_stock_model(model, folder / "written.keras")
+    assert content(folder / "written.keras") == content(folder / "model.keras")
     np.testing.assert_array_equal(again(x), model(x))
     return again
 
@@ -108,6 +126,37 @@ def test_nested_models_and_models_of_keras_alone():
     stock = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     stock.compile("adam", "mse")
     assert stock_model(stock) is stock
+
+
+def test_a_sharded_model_is_written_by_slices(tmp_path, monkeypatch):
+    monkeypatch.setattr(slice_writer, "_SLICE_BYTES", 64)
+    with tfgpu.strategy("mirrored", devices=2).scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(6, "relu"), keras.layers.Dense(3)])
+        model = tfgpu.parallel.shard(model, 3)
+        rate = schedules.build("cosine", 0.1, total_steps=8, warmup_steps=1, accumulate=1).learning_rate
+        model.compile(keras.optimizers.Adam(rate), "mse")
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    model.fit(x, x[:, :3], batch_size=4, epochs=2, verbose=0)
+    check(model, x, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_saving_takes_the_memory_of_a_few_slices(stage, tmp_path):
+    command = ["keras-file", str(tmp_path), stage, "1536", "0", "--of-run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoints", *command],
+        env={**environment, "MALLOC_TRIM_THRESHOLD_": str(1 << 20)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["growth"] < 0.5 * found["bytes"], found  # a copy takes more than the file
 
 
 @pytest.mark.slow

@@ -43,7 +43,12 @@ class _Reader(saving_lib.H5IOStore):
         self._h5_entry_group[key] = keras.ops.convert_to_numpy(value)
 
 
-def write_model(model: keras.Model, path: str, write: Callable[[h5py.Group, str, Any], bool]) -> None:
+def write_model(
+    model: keras.Model,
+    path: str,
+    write: Callable[[h5py.Group, str, Any], bool],
+    source_of: Callable[[Any], Any] = lambda value: value,
+) -> None:
     """Writes a `.keras` file as Keras does, but its arrays go where they stay in the file, one after another.
 
     Keras makes the file of weights in memory, or in a second file, and copies it into the archive.
@@ -52,13 +57,14 @@ def write_model(model: keras.Model, path: str, write: Callable[[h5py.Group, str,
         model: built.
         path: the file to make.
         write: writes an array to a group of the HDF5 file under a name, or returns False to leave it to Keras.
+        source_of: what is written in place of what the model gives.
     """
     config, metadata = saving_lib._serialize_model_as_json(model)
     with open(path, "w+b") as file, zipfile.ZipFile(file, "w") as archive:
         archive.writestr(saving_lib._METADATA_FILENAME, metadata)
         archive.writestr(saving_lib._CONFIG_FILENAME, config)
         entry = _Entry(archive, file, saving_lib._VARS_FNAME_H5)
-        arrays, assets = _StreamedStore(entry, write), None
+        arrays, assets = _StreamedStore(entry, write, source_of), None
         try:
             assets = saving_lib.DiskIOStore(saving_lib._ASSETS_DIRNAME, archive=archive, mode="w")
             saving_lib._save_state(model, arrays, assets, "", set())
@@ -144,14 +150,17 @@ class _Entry(io.RawIOBase):
 class _StreamedStore(saving_lib.H5IOStore):
     """A store that writes to an open file."""
 
-    def __init__(self, file: io.RawIOBase, write: Callable[[h5py.Group, str, Any], bool]):
+    def __init__(
+        self, file: io.RawIOBase, write: Callable[[h5py.Group, str, Any], bool], source_of: Callable[[Any], Any]
+    ):
         super().__init__(io.BytesIO(), mode="w")  # of an empty file: the constructor takes no other objects
         self.h5_file.close()
-        self.h5_file, self._write = h5py.File(file, "w"), write
+        self.h5_file, self._write, self._source_of = h5py.File(file, "w"), write, source_of
 
     def __setitem__(self, key, value):
         if not self._h5_entry_initialized:
             self._create_h5_group(self._h5_entry_path)
+        value = self._source_of(value)
         if not self._write(self._h5_entry_group, key, value):
             super().__setitem__(key, value)
 

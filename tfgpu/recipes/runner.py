@@ -41,7 +41,7 @@ from tfgpu.recipes.watch import (
     terminable,
     unstarted,
 )
-from tfgpu.serving.stock import stock_model
+from tfgpu.serving.stock import save_stock_model
 
 _log = logging.getLogger(__name__)
 
@@ -317,5 +317,4 @@ def _save(job: building.Job, path: Path | None) -> None:
     if job.finetuned:
         job.finetuned.save(path / directory.PRESET if path else None)
     elif path:
-        with atomic.replacing(path / directory.MODEL) as aside:
-            stock_model(job.model).save(aside)
+        save_stock_model(job.model, path / directory.MODEL)

@@ -1,16 +1,27 @@
 """A model made of Keras's own classes alone, which opens where tfgpu is not installed."""
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu import atomic
+from tfgpu.compat import saving, variables
+from tfgpu.core.state import slice_writer
+from tfgpu.core.state.sharded_variable import ShardedVariable, merged
 from tfgpu.models.layers import ClassToken, PositionEmbedding
 from tfgpu.models.recompute import Recompute
 
 _OURS = "tfgpu"
+
+Layers = list[tuple[keras.layers.Layer, keras.layers.Layer]]
+"""Layers, each with its counterpart in the copy."""
 
 
 def stock_model(model: keras.Model) -> keras.Model:
@@ -33,19 +44,53 @@ def stock_model(model: keras.Model) -> keras.Model:
         >>> [type(layer).__name__ for layer in stock_model(keras.Model(inputs, outputs)).layers]
         ['InputLayer', 'Sequential']
     """
-    if not _is_graph(model):
-        return model  # a class of the user's, which only its own code can rebuild
-    settings = model.get_compile_config() if model.compiled else None
-    if not _is_ours(model.get_config()) and not _is_ours(settings):
+    if not _needs_copy(model):
         return model
     with tf.init_scope(), tf.device("CPU:0"):
-        made = _copy(model)
-        if settings:
-            settings = _stock_settings(settings, model.optimizer)
-            if not _is_ours(settings):
-                made.compile_from_config(settings)
-                _copy_state(model.optimizer, made.optimizer)
+        made, layers = _copy(model)
+        for layer, new in layers:
+            new.set_weights(_weights(layer))
+        if _compile_as(model, made):
+            made.optimizer.build(made.trainable_variables)
+            for new, old in _states(model.optimizer, made.optimizer):
+                new.assign(keras.ops.convert_to_numpy(old))
     return made
+
+
+def save_stock_model(model: keras.Model, path: str | os.PathLike) -> None:
+    """Saves what `stock_model` returns, without a copy of the weights in memory.
+
+    Args:
+        model: as for `stock_model`. One with weights that are spread over several workers is saved as it is.
+        path: of the `.keras` file, which appears whole.
+
+    Example:
+        >>> save_stock_model(keras.Sequential([keras.Input((8,)), Recompute(keras.layers.Dense(8))]), "model.keras")
+        >>> [type(layer).__name__ for layer in keras.models.load_model("model.keras").layers]
+        ['Dense']
+    """
+    if not _needs_copy(model):
+        model.save(path)
+        return
+    sources: dict[int, object] = {}
+    with tf.init_scope(), tf.device("CPU:0"):
+        with variables.deferred():
+            made, layers = _copy(model)
+        for layer, new in layers:
+            sources |= {id(each): held for each, held in zip(new.weights, _sources(layer), strict=True)}
+        if _compile_as(model, made):
+            for each in made.trainable_variables:  # an optimizer asks for the identity of a TensorFlow variable
+                variables.set_held(each, tf.Variable(0.0, trainable=False))
+            with variables.deferred():
+                made.optimizer.build(made.trainable_variables)
+            sources |= {id(new): old for new, old in _states(model.optimizer, made.optimizer)}
+        with atomic.replacing(Path(path), suffix=".keras") as aside:
+            saving.write_model(made, str(aside), slice_writer.write, lambda value: sources.get(id(value), value))
+
+
+def _needs_copy(model: keras.Model) -> bool:
+    """Whether a model has something of tfgpu's; a class of the user's only its own code can rebuild."""
+    return _is_graph(model) and _is_ours([model.get_config(), model.get_compile_config() if model.compiled else None])
 
 
 def _is_graph(layer: keras.layers.Layer) -> bool:
@@ -84,8 +129,19 @@ def _without_ours(metrics: Any) -> Any:
     return metrics
 
 
-def _copy(model: keras.Model) -> keras.Model:
-    """A copy with its weights, not compiled, in which Keras's layers take the place of tfgpu's."""
+def _compile_as(model: keras.Model, made: keras.Model) -> bool:
+    """Compiles a copy as the original; returns whether Keras can. The copy's optimizer is not built."""
+    if not model.compiled:
+        return False
+    settings = _stock_settings(model.get_compile_config(), model.optimizer)
+    if _is_ours(settings):
+        return False
+    made.compile(**keras.saving.deserialize_keras_object(settings))
+    return True
+
+
+def _copy(model: keras.Model) -> tuple[keras.Model, Layers]:
+    """A copy, not compiled, in which Keras's layers take the place of tfgpu's, and the layers that have weights."""
 
     def clone(layer: keras.Operation) -> keras.Operation:
         if not isinstance(layer, keras.layers.Layer):  # such as a slice of a tensor
@@ -93,18 +149,29 @@ def _copy(model: keras.Model) -> keras.Model:
         if isinstance(layer, Recompute):
             return clone(layer.layer)
         if _is_graph(layer):
-            return _copy(layer)
+            made, inner = _copy(layer)
+            copies.extend(inner)
+            return made
         made = _in_keras(layer)
         copies.append((layer, made))
         return made
 
-    copies: list[tuple[keras.layers.Layer, keras.layers.Layer]] = []
-    cloned = keras.models.clone_model(model, clone_function=clone)
-    for layer, made in copies:
-        made.set_weights(_weights(layer))
-    if isinstance(model, keras.Sequential):  # `clone_model` has compiled its copy
-        return keras.Sequential([*cloned.inputs, *cloned.layers], name=model.name)
-    return keras.Model(cloned.input, cloned.output, name=model.name)
+    copies: Layers = []
+    with _not_compiled(model):  # `clone_model` would compile the copy of a functional model
+        cloned = keras.models.clone_model(model, clone_function=clone)
+    if isinstance(model, keras.Sequential):
+        return keras.Sequential([*cloned.inputs, *cloned.layers], name=model.name), copies
+    return keras.Model(cloned.input, cloned.output, name=model.name), copies
+
+
+@contextlib.contextmanager
+def _not_compiled(model: keras.Model) -> Iterator[None]:
+    """Inside the block a model says that it is not compiled."""
+    compiled, model.compiled = model.compiled, False
+    try:
+        yield
+    finally:
+        model.compiled = compiled
 
 
 def _in_keras(layer: keras.layers.Layer) -> keras.layers.Layer:
@@ -135,14 +202,19 @@ def _weights(layer: keras.layers.Layer) -> list[np.ndarray]:
     return layer.get_weights()
 
 
-def _copy_state(optimizer: keras.optimizers.Optimizer, made: keras.optimizers.Optimizer) -> None:
-    """Gives a copy's optimizer the state of the original, if their variables are alike."""
+def _sources(layer: keras.layers.Layer) -> list:
+    """What holds the weights that the layer's counterpart gets: variables, the shards of some, or arrays."""
+    return _weights(layer) if isinstance(layer, ClassToken | PositionEmbedding) else merged(layer.weights)
+
+
+def _states(
+    optimizer: keras.optimizers.Optimizer, made: keras.optimizers.Optimizer
+) -> Iterator[tuple[keras.Variable, keras.Variable | ShardedVariable]]:
+    """Variables of a copy's optimizer, each with the original's; none if they are not alike."""
 
     def state(each):
-        return [variable for variable in each.variables if variable.path.rpartition("/")[2] != "learning_rate"]
+        return [variable for variable in merged(each.variables) if variable.path.rpartition("/")[2] != "learning_rate"]
 
-    ours, theirs = state(optimizer), state(made)
-    if [tuple(each.shape) for each in ours] != [tuple(each.shape) for each in theirs]:
-        return
-    for new, old in zip(theirs, ours, strict=True):
-        new.assign(keras.ops.convert_to_numpy(old))
+    theirs, ours = state(made), state(optimizer)
+    alike = [tuple(each.shape) for each in ours] == [tuple(each.shape) for each in theirs]
+    return zip(theirs, ours, strict=True) if alike else iter(())
