@@ -20,7 +20,7 @@ import tiny
 
 LENGTH = 48
 SMALL = {"epochs": 2, "length": LENGTH, "global_batch": 4, "learning_rate": 0.01, "sample_tokens": 4, "samples": 2}
-SMALL |= {"watch_machine": False, "test": 0.2}
+SMALL |= {"watch_machine": False, "validation": 0.1, "test": 0.2}
 needs_hub = pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub")
 
 

@@ -19,7 +19,7 @@ COUNT = 80
 X = RNG.normal(size=(COUNT, 3)).astype("float32")
 PRICE = (X @ [1.0, -2.0, 0.5] + 1).astype("float32")
 SMALL = {"model": "mlp", "model_options": {"widths": [8]}, "epochs": 2, "global_batch": 16, "strategy": "one_device"}
-SMALL |= {"watch_machine": False}
+SMALL |= {"watch_machine": False, "validation": 0.1, "test": 0.2}
 
 
 def written(folder, **arrays) -> str:
@@ -107,9 +107,16 @@ def test_two_replicas_learn_named_targets_as_one_device_does(tmp_path):
         assert two.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+def test_only_digits_are_held_back_by_default():
+    shares = [(what.validation, what.test) for what in (make({}), make({"data": "a.npz"}), make({"test": 0}))]
+    assert shares == [(0.1, 0.2), (0, 0), (0.1, 0)]
+
+
 @pytest.mark.slow
 def test_nothing_is_held_back_if_nothing_is_asked_for(tmp_path):
-    result = run(tmp_path, data=written(tmp_path, x=X, y=PRICE), validation=0, test=0, epochs=1)
+    settings = {name: value for name, value in SMALL.items() if name not in ("validation", "test")}
+    what = make({**settings, "data": written(tmp_path, x=X, y=PRICE), "epochs": 1})
+    result = runner.run(what, output=tmp_path / "run")
     assert (result.metrics, result.loss, result.facts["train_examples"]) == ({}, None, COUNT)
     assert "training MAE" in (result.run_directory / "report.html").read_text()
 

@@ -114,6 +114,8 @@ def train(
         for name in sorted(result.metrics, key=lambda name: name != "perplexity"):
             if name != "loss" or len(result.metrics) == 1:
                 print(score(f"test_{name}", result.metrics[name]))
+        if not result.metrics:
+            print("Nothing was held back for a test; --test 0.2 does.")
         print(result.run_directory)
 
 

@@ -18,7 +18,7 @@ from tfgpu.data import Info
 from tfgpu.recipes import wording
 from tfgpu.recipes.directory import git_commit
 from tfgpu.recipes.monitored import Monitored
-from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.recipe import Recipe, shares
 from tfgpu.recipes.report import Report, best_epoch
 
 
@@ -113,7 +113,7 @@ def report(
     samples: Sequence[Any] = (),
 ) -> Report:
     """Arranges a finished run's facts for the report."""
-    defaults = Recipe().model_dump()
+    defaults = Recipe().model_dump() | shares(recipe.data)
     settings = {
         name: f"{_text(value)}{'' if value == defaults[name] else ' *'}" for name, value in recipe.model_dump().items()
     }

@@ -38,6 +38,17 @@ Task = Annotated[str | dict[str, str] | None, BeforeValidator(values.task)]
 Options = dict[str, Any]
 
 
+def shares(data: object = None) -> dict[str, float]:
+    """What is held back by default of a recipe's data; None is the default data.
+
+    Example:
+        >>> shares("digits"), shares("photos/")
+        ({'validation': 0.1, 'test': 0.2}, {'validation': 0.0, 'test': 0.0})
+    """
+    is_digits = data in (None, "digits")
+    return {"validation": 0.1 if is_digits else 0.0, "test": 0.2 if is_digits else 0.0}
+
+
 class Recipe(pretrained.Pretrained):
     """Everything that determines a run's result; repeated on the same CPUs, it gives the same weights.
 
@@ -85,8 +96,12 @@ class Recipe(pretrained.Pretrained):
     label_smoothing: float = _field(
         0.0, "Data", "Share of a training label to spread evenly over all classes.", ge=0, lt=1
     )
-    validation: float = _field(0.1, "Data", "Share of the examples to use for validation; 0: none.", ge=0, lt=1)
-    test: float = _field(0.2, "Data", "Share of the examples to use for the final test; 0: none.", ge=0, lt=1)
+    validation: float = _field(
+        0.0, "Data", "Share of the examples to use for validation; of `digits` 0.1 by default.", ge=0, lt=1
+    )
+    test: float = _field(
+        0.0, "Data", "Share of the examples to use for the final test; of `digits` 0.2 by default.", ge=0, lt=1
+    )
     skip_corrupt: bool = _field(False, "Data", "Skip examples that cannot be read, and report their number.")
     balance: Literal["none", "oversample", "undersample", "weights"] = _field(
         "none",
@@ -251,6 +266,12 @@ class Recipe(pretrained.Pretrained):
     clip_norm: float | None = _field(
         None, "Optimizer", "Clip gradients to this global norm. Default: no clipping.", gt=0
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_back(cls, settings: Any) -> Any:
+        """The shares of `digits`; of other data nothing is held back unless a recipe says so."""
+        return {**shares(settings.get("data")), **settings} if isinstance(settings, dict) else settings
 
     @field_validator("*", mode="before")
     @classmethod

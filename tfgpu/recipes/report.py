@@ -48,15 +48,18 @@ class Report:
 
     @property
     def score(self) -> tuple[str, str]:
-        """The main score and its name: of the test split, or of the last epoch without one."""
+        """The main score and its name: of the test part, or else of the last epoch, with a validation part of that."""
         order = ("perplexity", "accuracy", *self.metrics, "loss")
         if len(self.metrics) > 1 and not {"perplexity", "accuracy", "mae"} & set(self.metrics):
             order = ("loss",)  # several targets: no metric stands for all
-        for numbers, prefix in ((self.tested, "test_"), (self.rows[-1] if self.rows else {}, "")):
+        last = self.rows[-1] if self.rows else {}
+        tested = {f"test_{name}": number for name, number in self.tested.items()}
+        for numbers, prefix in ((tested, "test_"), (last, "val_"), (last, "")):
             for name in order:
-                if name in numbers:
+                if f"{prefix}{name}" in numbers:
                     words = wording.title(f"{prefix}{name}")
-                    return wording.value(name, numbers[name]), words if prefix else f"training {words}"
+                    value = wording.value(name, numbers[f"{prefix}{name}"])
+                    return value, words if prefix else f"training {words}"
         return "-", "no test part"
 
 
