@@ -170,10 +170,16 @@ def test_a_table_of_classes_is_classification(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"categories": []}, "annotation 0 has category_id=7, which the file does not list"),
-        ({"annotations": [{"image_id": 5, "category_id": 7, "bbox": [0, 0, 1, 1]}]}, "annotation 0 has image_id=5"),
+        ({"categories": []}, r"annotation 0 \(the first is 0\) has category_id=7, which the file does not list"),
+        (
+            {"annotations": [{"image_id": 5, "category_id": 7, "bbox": [0, 0, 1, 1]}]},
+            r"annotation 0 \(the first is 0\) has image_id=5",
+        ),
         ({"annotations": [{"image_id": 100, "category_id": 7, "bbox": [0, 0, 0, 1]}]}, "wider and higher than 0"),
-        ({"annotations": [{"image_id": 100, "category_id": 7}]}, "annotation 0 needs image_id, category_id and bbox"),
+        (
+            {"annotations": [{"image_id": 100, "category_id": 7}]},
+            r"annotation 0 \(the first is 0\) needs image_id, category_id and bbox",
+        ),
         ({"images": [{"id": 1, "file_name": "none.png"}], "annotations": []}, "none.png, which is not there"),
         ({"images": 3}, "Cannot read .*boxes.json as COCO's annotations"),
     ],

@@ -89,8 +89,8 @@ def test_lists_of_one_length_are_features(tmp_path):
         ("a,b\n1,2\n", "", "has no column label, class, target or y. Received: a, b.*#b'"),
         ("a,y\n1,2\n", "#why", "Did you mean 'y'"),
         ("a,b,y\n1,red,0\n2,blue,1\n", "", r"1 column.* are not numeric: 'b' \(string\)"),
-        ("a,y\n1,0\n,1\n", "", "column 'a' has 1 missing value.*row 1"),
-        ("a,y\n1,x\n2,\n", "", "column 'y' has 1 missing value.*row 1"),
+        ("a,y\n1,0\n,1\n", "", "column 'a' has 1 missing value.*line 3"),
+        ("a,y\n1,x\n2,\n", "", "column 'y' has 1 missing value.*line 3"),
         ("a,y\n1,0\n2,1,3\n", "", "Cannot read .*a.csv as csv"),
         ("a,y\n1,2020-01-01\n2,2020-01-02\n", "", "labels must be whole numbers or strings. Received: date32"),
         ("a,y\n1,0\n2,0\n", "", "at least two classes"),
@@ -155,13 +155,20 @@ def test_labels_that_are_whole_at_first_may_be_numbers_later(tmp_path, monkeypat
     assert load(f"{tmp_path}/a.csv#y,b", global_batch=8).info.targets["y"].kind == "numbers"
 
 
+def test_a_row_is_placed_as_an_editor_counts_lines(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('text,y\n"two\nlines",1\n\nfree,2\n')
+    assert [tables.place_of(path, "csv", row) for row in (0, 1, 2)] == ["line 2", "line 5", "row 2 (the first is 0)"]
+    assert tables.place_of(path, "parquet", 3) == "row 3 (the first is 0)"
+
+
 @pytest.mark.parametrize(
     ("row", "label", "message"),
     [
-        ("1,dear,flat,1", "#price,kind", "'dear' in data row 50"),
-        ("many,1,flat,1", "#price,kind", "'many' in data row 50"),
-        ("1,1,flat,heavy", "#price,kind", "'heavy' in data row 50"),
-        ("1,,flat,1", "#price,kind", "'price' has 1 missing value.*row 50"),
+        ("1,dear,flat,1", "#price,kind", "'dear' in line 52"),
+        ("many,1,flat,1", "#price,kind", "'many' in line 52"),
+        ("1,1,flat,heavy", "#price,kind", "'heavy' in line 52"),
+        ("1,,flat,1", "#price,kind", "'price' has 1 missing value.*line 52"),
         ("1,1,flat,-1", "#price,kind", "sample weights must be a number from 0"),
         ("1,1,flat,1", "#prise,kind", "Did you mean 'price'"),
         ("1,1,flat,1", "#kind,kind", "named once"),

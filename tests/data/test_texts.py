@@ -83,7 +83,7 @@ def test_a_corpus_through_the_pipeline(tmp_path):
         ("text:one", {}, "at least two classes of training texts. Received: good"),
         ("text:photos", {}, "No texts by class in .*For a language model's plain text use `corpus:PATH`"),
         ("text:bare.csv", {}, "no column text, sentence.*Received: a, b besides the label 'label'"),
-        ("text:holes.csv", {}, "1 row\\(s\\) lack a text or a label; the first is row 1"),
+        ("text:holes.csv", {}, "1 row\\(s\\) lack a text or a label; the first is line 3"),
         ("text:numbers.csv", {}, "column 'text' must contain text. Received: int"),
         ("corpus:photos", {}, "No .txt files in"),
         ("corpus:one", {"length": 64}, "too few for one sequence of length=64. Use a shorter"),

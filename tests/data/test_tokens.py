@@ -80,7 +80,7 @@ def test_non_numeric_columns_are_skipped(caplog):
     [
         ({"ids": [[1]]}, {}, "a column 'input_ids'"),
         ({"input_ids": []}, {}, "no sequences"),
-        ({"input_ids": [[1], []]}, {}, "sequence 1 is empty"),
+        ({"input_ids": [[1], []]}, {}, r"sequence 1 \(the first is 0\) is empty"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, {}, r"shape \(1,\) in row 0, which has 2 tokens"),
         ({"input_ids": [[1, 2]], "labels": [1, 2]}, {}, "must have 1 rows"),
         ({"input_ids": [[1] * 9]}, {"lengths": [4, 8]}, "truncation=True"),

@@ -185,7 +185,8 @@ def features(x: np.ndarray, *, name: str, first: int = 0) -> np.ndarray:
         if not np.isfinite(x).all():
             row = int(np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))[0])
             raise InputError(
-                f"{name}: x must be finite. Received: NaN or Inf in example {first + row}. Remove or correct it."
+                f"{name}: x must be finite. Received: NaN or Inf in example {first + row} (the first is 0). "
+                "Remove or correct it."
             )
     elif x.dtype.kind == "b":
         x = x.astype(np.float32)

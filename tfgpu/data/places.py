@@ -38,7 +38,7 @@ class Index:
     def __init__(self, paths: list[Path], *, known: Sequence[np.ndarray] | None = None):
         scanned = [(starts, False) for starts in known] if known is not None else [_scan(path) for path in paths]
         self.lost = tuple(
-            f"record {len(starts)} of {path} and what follows it"
+            f"record {len(starts)} of {path} and what follows it (the first is 0)"
             for path, (starts, broken) in zip(paths, scanned, strict=True)
             if broken
         )
@@ -78,7 +78,13 @@ class Index:
     def where(self, i: tf.Tensor) -> tf.Tensor:
         """Describes record `i`: its number in its file, from 0, and the file."""
         return tf.strings.join(
-            ["record ", tf.strings.as_string(self._places[i]), " of ", self._paths[self._file_of[i]]]
+            [
+                "record ",
+                tf.strings.as_string(self._places[i]),
+                " of ",
+                self._paths[self._file_of[i]],
+                " (the first is 0)",
+            ]
         )
 
 

@@ -142,7 +142,7 @@ class Epoch:
                 self.spec.examples.load(index)
             except tf.errors.OpError as error:
                 where = self.spec.examples.where
-                name = f"example {index}" if where is None else where(index).numpy().decode()
+                name = f"example {index} (the first is 0)" if where is None else where(index).numpy().decode()
                 raise tf.errors.InvalidArgumentError(None, None, f"Corrupt: {name}") from error
 
 

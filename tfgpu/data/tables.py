@@ -12,6 +12,7 @@ length). The column `sample_weight` weighs the examples. A glob or a folder of f
 """
 
 import contextlib
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +174,27 @@ def _rows(tables: list["_Table"]) -> Iterator[tuple[np.ndarray, list[np.ndarray]
         yield from table.rows()
 
 
+def place_of(path: Path, kind: str, row: int) -> str:
+    """Where a row of a table is, for an error: a line of a CSV file, as an editor counts it, or a row as pandas does.
+
+    Args:
+        path: the file.
+        kind: `csv` or `parquet`.
+        row: number of the row, from 0, without the line of names and empty lines.
+    """
+    if kind == "csv":
+        with (
+            contextlib.suppress(OSError, csv.Error),
+            open(path, newline="", encoding="utf-8", errors="replace") as file,
+        ):
+            reader, begins, at = csv.reader(file), 1, -1  # the line of names
+            for cells in reader:
+                if cells and at == row:
+                    return f"line {begins}"
+                begins, at = reader.line_num + 1, at + bool(cells)
+    return f"row {row} (the first is 0)"
+
+
 class _Table:
     """One file: its columns, and its rows as arrays."""
 
@@ -220,7 +242,9 @@ class _Table:
                     values = batch.column(name).to_pylist()
                     found = next((at for at, v in enumerate(values) if v is not None and np.isnan(number_of(v))), None)
                     if found is not None:
-                        return f" Column {name!r} has {values[found]!r} in data row {row + found}."
+                        return (
+                            f" Column {name!r} has {values[found]!r} in {place_of(self.path, self._kind, row + found)}."
+                        )
                     row += len(values)
         return ""
 
@@ -289,8 +313,8 @@ class _Table:
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
             raise InputError(
-                f"{self.path}: column {name!r} has {column.null_count} missing value(s), the first in data row "
-                f"{first + row}. Fill them in, or remove these rows."
+                f"{self.path}: column {name!r} has {column.null_count} missing value(s), the first in "
+                f"{place_of(self.path, self._kind, first + row)}. Fill them in, or remove these rows."
             )
 
     @contextlib.contextmanager

@@ -98,7 +98,7 @@ class RemoteIndex(Index):
             found = [_scan(file, self._crc) for file in paths]
             super().__init__(paths, known=[np.array(starts, np.int64) for starts, _ in found])
             self.lost = tuple(
-                f"record {len(starts)} of {file} and what follows it"
+                f"record {len(starts)} of {file} and what follows it (the first is 0)"
                 for file, (starts, is_broken) in zip(paths, found, strict=True)
                 if is_broken
             )
@@ -143,7 +143,9 @@ class RemoteIndex(Index):
             file.forget(start, length)
             found = _content(file.read(start, length), self._crc)
         if found is None:
-            raise InputError(f"Corrupt: record {self.places[i]} of {file}. Copy the file again, or write it again.")
+            raise InputError(
+                f"Corrupt: record {self.places[i]} of {file} (the first is 0). Copy the file again, or write it again."
+            )
         return found
 
 

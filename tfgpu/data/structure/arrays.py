@@ -189,6 +189,7 @@ def numbers(y: np.ndarray, task: str | None, name: str, *, first: int = 0) -> np
     if not np.isfinite(y).all():
         row = int(np.flatnonzero(~np.isfinite(y).reshape(len(y), -1).all(1))[0])
         raise InputError(
-            f"{name}: y must be finite. Received: NaN or Inf in example {first + row}. Remove or correct it."
+            f"{name}: y must be finite. Received: NaN or Inf in example {first + row} (the first is 0). "
+            "Remove or correct it."
         )
     return y

@@ -61,7 +61,7 @@ def read(path: Path, folder: str | None) -> Annotated:
     for at, each in enumerate(annotations):
         if isinstance(each, dict) and each.get("iscrowd"):
             continue
-        picture, box = _box(each, number_of, categories, f"{path}: annotation {at}")
+        picture, box = _box(each, number_of, categories, f"{path}: annotation {at} (the first is 0)")
         boxes[picture].append(box)
     root = _root(path, folder, names)
     return Annotated(path, tuple(root / name for name in names), tuple(sizes), tuple(map(tuple, boxes)), categories)

@@ -22,7 +22,7 @@ from tfgpu.data.records import find, parts_of
 from tfgpu.data.splits import PARTS
 from tfgpu.data.structure import coco
 from tfgpu.data.structure.opening import with_targets
-from tfgpu.data.tables import WEIGHT, label_columns, read_columns
+from tfgpu.data.tables import WEIGHT, label_columns, place_of, read_columns
 from tfgpu.errors import InputError
 
 FILE = ("file", "image", "filename", "path")
@@ -77,7 +77,7 @@ def _table(path: Path, kind: str, asked: str | None) -> tuple[list[Path], dict[s
     for name in (file, *labels, *(each for each in (WEIGHT,) if each in table)):
         missing = next((row for row, value in enumerate(table[name]) if value is None), None)
         if missing is not None:
-            raise InputError(f"{path}: column {name!r} has no value in data row {missing}. Fill it in.")
+            raise InputError(f"{path}: column {name!r} has no value in {place_of(path, kind, missing)}. Fill it in.")
         try:
             kept[name] = np.asarray(table[name])
         except ValueError as error:

@@ -276,7 +276,7 @@ def _flat(sequences, name: str) -> tuple[np.ndarray, np.ndarray]:
         if part.ndim != 1 or not len(part) or part.dtype.kind not in "iu":
             raise InputError(
                 f"`{name}` must be non-empty sequences of whole numbers. Received: {part.dtype} of shape "
-                f"{part.shape} as sequence {i}."
+                f"{part.shape} as sequence {i} (the first is 0)."
             )
     return np.concatenate(parts).astype(np.int32), np.array([len(part) for part in parts], np.int64)
 

@@ -18,7 +18,7 @@ from tfgpu.data.examples import Examples, labels_of
 from tfgpu.data.names import SourceName, check_encodable, parse_source
 from tfgpu.data.records import find, parts_of
 from tfgpu.data.splits import PARTS
-from tfgpu.data.tables import label_column, read_columns
+from tfgpu.data.tables import label_column, place_of, read_columns
 from tfgpu.errors import InputError
 
 VOCABULARY = 256
@@ -194,7 +194,8 @@ def _rows(path: Path, source: SourceName) -> list[tuple[bytes, object]]:
         )
     lacking = [at for at, pair in enumerate(zip(columns[text], columns[label], strict=True)) if None in pair]
     if lacking:
-        raise InputError(f"{path}: {len(lacking)} row(s) lack a text or a label; the first is row {lacking[0]}.")
+        first = place_of(path, source.kind, lacking[0])
+        raise InputError(f"{path}: {len(lacking)} row(s) lack a text or a label; the first is {first}.")
     if not all(isinstance(value, str) for value in columns[text]):
         raise InputError(f"{path}: column {text!r} must contain text. Received: {type(columns[text][0]).__name__}.")
     return [(t.encode(), y) for t, y in zip(columns[text], columns[label], strict=True)]

@@ -196,7 +196,7 @@ class _Table:
             raise InputError(f"The data must have a column {IDS!r}. Received: {', '.join(columns) or 'none'}.")
         lengths = np.array([len(ids) for ids in columns[IDS]], np.int64)
         if not len(lengths) or not lengths.all():
-            which = f"sequence {int(lengths.argmin())} is empty" if len(lengths) else "no sequences"
+            which = f"sequence {int(lengths.argmin())} (the first is 0) is empty" if len(lengths) else "no sequences"
             raise InputError(f"The data must be sequences of at least one token. Received: {which}.")
         tokens, single, left_out = {}, {}, []
         for name, values in columns.items():
