@@ -37,6 +37,7 @@ class Node:
         conditions: the conditional branches around it, outermost first.
         number: of the argument, for `_Arg`.
         inner: the nodes that XLA compiles, for `XlaCluster`.
+        waits: what runs before it, though it takes nothing of it.
     """
 
     name: str
@@ -50,9 +51,17 @@ class Node:
     conditions: tuple[str, ...] = ()
     number: int | None = None
     inner: list["Node"] = field(default_factory=list)
+    waits: list["Expansion"] = field(default_factory=list)
 
     def __repr__(self):
         return f"{self.type} {self.name}"
+
+
+@dataclass(eq=False)
+class Expansion:
+    """The nodes that an operation of a function has become."""
+
+    nodes: list[Node]
 
 
 @dataclass(frozen=True)
@@ -108,12 +117,17 @@ class _Builder:
         found = {id(tensor): source for tensor, source in zip(graph.inputs, inputs, strict=True)}
         names = {op.name: scope.prefix + op.name for op in graph.get_operations()}
         names |= {tensor.op.name: source[0].name for tensor, source in zip(graph.inputs, inputs, strict=True)}
-        scope = replace(scope, names=names)
+        scope, made = replace(scope, names=names), {}
         for op in graph.get_operations():
             if op.outputs and all(id(tensor) in found for tensor in op.outputs):
                 continue  # an argument
-            sources = [found[id(tensor)] for tensor in op.inputs]
+            sources, first = [found[id(tensor)] for tensor in op.inputs], len(self.nodes)
             found.update(zip(map(id, op.outputs), self._add_operation(graph, op, sources, scope), strict=True))
+            made[op] = Expansion(self.nodes[first:])
+        for op, expansion in made.items():
+            before = [made[each] for each in op.control_inputs if each in made]
+            for node in expansion.nodes if before else ():
+                node.waits += before
         return [found[id(tensor)] for tensor in graph.outputs]
 
     def _add_operation(self, graph, op, sources, scope) -> list:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import run_order
 import tensorflow as tf
 from flat_graph import XLA, Node
 from placer import HOST, Placement, kernel
@@ -100,7 +101,8 @@ class StepFacts:
 
     Attributes:
         copies: all of a step's, without those of constants.
-        collectives: of each device, the host included, in the order of the trace.
+        collectives: of each device, the host included, in the order in which they run.
+        are_ordered: the collectives of each device can run in no other order.
         host_work: operations on tensors with rows that run on the host and did not ask for it, by type and dtype:
             they have no kernel for a GPU, or one of a lower priority than the CPU's, or one that works in host memory.
         host_only: of these, those that have no kernel for a GPU at all.
@@ -114,6 +116,7 @@ class StepFacts:
 
     copies: list[Copy] = field(default_factory=list)
     collectives: dict[str, list[Collective]] = field(default_factory=dict)
+    are_ordered: bool = True
     host_work: Counter = field(default_factory=Counter)
     host_only: Counter = field(default_factory=Counter)
     gradients_in_conditions: int = 0
@@ -140,6 +143,8 @@ class StepFacts:
     @property
     def has_one_order(self) -> bool:
         """Whether all GPUs run the same collectives in the same order."""
+        if not self.are_ordered:
+            return False
         each_gpus = [found for device, found in self.collectives.items() if device != HOST]
         return len({tuple((c.kind, c.dtype, c.bytes, c.group) for c in found) for found in each_gpus}) <= 1
 
@@ -153,17 +158,21 @@ def collect(nodes: list[Node], placements: dict[Node, Placement], rows: int | No
         rows: of a replica, best a prime number that nothing else in the model has as a factor.
     """
     facts, sizes = StepFacts(operations=len(nodes)), _Sizes(rows)
-    found = {}
+    found, by_device = {}, {}
     for node in nodes:
         for copy in _copies(node, placements, sizes):
             found.setdefault((copy.direction, copy.tensor, copy.device), copy)
         _note_work(facts, node, placements[node], sizes)
-        for each in (node, *node.inner):
-            if (collective := _collective(each, placements[node].device, sizes)) is not None:
-                facts.collectives.setdefault(collective.device, []).append(collective)
+        if any(_collective_kind(each) for each in (node, *node.inner)):
+            by_device.setdefault(placements[node].device, []).append(node)
         facts.batches += _batches(node)
         facts.xla_clusters += node.type == XLA
         facts.gradients_in_conditions += bool(node.conditions) and GRADIENTS in node.name
+    for device, made in by_device.items():
+        ordered, is_only = run_order.in_order(made)
+        within = [each for node in ordered for each in (node, *node.inner) if _collective_kind(each)]
+        facts.collectives[device] = [_collective(each, device, sizes) for each in within]
+        facts.are_ordered &= is_only or device == HOST
     facts.copies = list(found.values())
     facts.conditions = sorted({name for node in nodes for name in node.conditions})
     return facts
@@ -214,10 +223,12 @@ def _note_work(facts: StepFacts, node: Node, placement: Placement, sizes: "_Size
             facts.host_only[f"{node.type} {dtypes}"] += 1
 
 
-def _collective(node: Node, device: str, sizes: "_Sizes") -> Collective | None:
-    kind = KINDS.get(node.type.rstrip("V23")) if node.type.startswith(("Collective", "NcclAll")) else None
-    if kind is None:
-        return None
+def _collective_kind(node: Node) -> str | None:
+    return KINDS.get(node.type.rstrip("V23")) if node.type.startswith(("Collective", "NcclAll")) else None
+
+
+def _collective(node: Node, device: str, sizes: "_Sizes") -> Collective:
+    kind = _collective_kind(node)
     hint = node.attributes["communication_hint"].s.decode() if "communication_hint" in node.attributes else "nccl"
     data, *rest = node.inputs or [(node, 0)]
     dtype = data[0].outputs[data[1]][0]

@@ -21,8 +21,6 @@ class TwoLevelAllReduce(CollectiveAllReduce):
         devices, options, keys = extended.worker_devices, extended._communication_options, extended._collective_keys
         super().__init__(devices, len(devices) * extended._num_workers, options, keys)
         self._between = CollectiveAllReduce(devices[:1], extended._num_workers, options, keys)
-        # All collectives of a device run in one order: NCCL deadlocks if two groups run in different orders.
-        self._between._launchers[0]._ordering_token = self._launchers[0]._ordering_token
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
         def meet(strategy, *columns):
@@ -36,6 +34,8 @@ class TwoLevelAllReduce(CollectiveAllReduce):
     def _all_reduce_per_replica_values(self, reduce_op, per_replica_values, options):
         with tf.device(self._devices[0]):
             mine = [added(value.values) for value in per_replica_values]
+        # All collectives of a device run in one order: NCCL deadlocks if two groups run in different orders.
+        self._between._launchers[0]._ordering_token = self._launchers[0]._ordering_token
         with self._lock:
             found = self._between._all_reduce(tf.distribute.ReduceOp.SUM, mine, 0, options)
         if reduce_op == tf.distribute.ReduceOp.MEAN:

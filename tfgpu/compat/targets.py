@@ -68,6 +68,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "seed_generator": ("keras.src.random.seed_generator",),
     "summary_utils": ("keras.src.utils.summary_utils",),
     # TensorFlow
+    "AutomaticControlDependencies": ("tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies",),
     "DistributedDataset": ("tensorflow.python.distribute.input_lib:DistributedDataset",),
     "DistributedDatasetsFromFunction": ("tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction",),
     "Function": ("tensorflow.python.eager.polymorphic_function.polymorphic_function:Function",),
@@ -81,6 +82,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 TARGETS: tuple[str, ...] = (
     "ArrayDataAdapter.get_tf_dataset",
+    "AutomaticControlDependencies.__exit__",
     "BackupAndRestore._save_model",
     "BackupAndRestore.on_epoch_begin",
     "BackupAndRestore.on_epoch_end",

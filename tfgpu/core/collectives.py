@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute, slots
+from tfgpu.compat import collective_order, distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import replication, step_context, traffic, travel
 from tfgpu.core.replication import replica_context, replica_number, spans_processes
@@ -42,6 +42,17 @@ def sum_gradients(gradients: list) -> list:
     sent = to_reduce_dtype(gradients)
     is_alone = replica_context().num_replicas_in_sync == 1
     return from_reduce_dtype(sent if is_alone else merging.sum_merged(sent, all_reduce), gradients)
+
+
+@contextlib.contextmanager
+def as_packs() -> Iterator[None]:
+    """A collective of the block runs as soon as what it sends is there; those made earlier may run after it."""
+    replica = replica_context()
+    if replica.num_replicas_in_sync == 1 or not distribute.can_gather(replica.strategy):
+        yield
+        return
+    with collective_order.packs(replica.strategy, _number_in_process(replica)):
+        yield
 
 
 def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -230,7 +241,7 @@ def all_gather(value: tf.Tensor, options: tf.distribute.experimental.Communicati
         options: as for `all_reduce`.
     """
     replica = replica_context()
-    number = replica_number(replica) % len(replica.strategy.extended.worker_devices)
+    number = _number_in_process(replica)
     traffic.note([value])
     with step_context.outside_xla():
         bits = travel.to_carrier(value)[None]
@@ -239,6 +250,10 @@ def all_gather(value: tf.Tensor, options: tf.distribute.experimental.Communicati
         found = tf.bitcast(found, value.dtype)
         index_origin.mark(found, alike=True)
         return found
+
+
+def _number_in_process(replica: tf.distribute.ReplicaContext) -> int:
+    return replica_number(replica) % len(replica.strategy.extended.worker_devices)
 
 
 def _note_varying_shapes(values: list) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import collective_order, optimizers, slots, training, variables
 from tfgpu.compat import keras as private
-from tfgpu.compat import optimizers, slots, training, variables
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, extensions, gradient_weights, replication, step_context
@@ -72,6 +72,7 @@ def sum_before_applying() -> None:
     https://github.com/keras-team/keras/issues/20582 (accumulation),
     https://github.com/keras-team/keras/issues/18666 (float16).
     """
+    collective_order.order_each_function()
     _weigh_losses()
 
     @wrap("BaseOptimizer.__init__")
@@ -179,7 +180,8 @@ def _summed(optimizer, gradients: list, named: list | None) -> Iterator[tuple[li
     for extension in extensions.gradient_extensions:
         trained = [extension.variable_of(variable) for variable in trained]
     update = Update(optimizer, inner, gradients, trained)
-    sums = _sum(update)
+    with collectives.as_packs():
+        sums = _sum(update)
     with contextlib.ExitStack() as stack:
         stack.enter_context(step_context.scope(gradients_are_summed=True))
         for extension in extensions.gradient_extensions:
