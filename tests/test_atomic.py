@@ -124,7 +124,7 @@ def test_a_name_of_the_greatest_length(tmp_path):
 
 
 def test_what_is_no_file_is_written_in_place(tmp_path):
-    """`--json /dev/stdout` prints, where the output is a pipe or a file."""
+    """`--json-to /dev/stdout` prints, where the output is a pipe or a file."""
     code = "from tfgpu import atomic; atomic.write_text('/dev/stdout', 'shown\\n'); atomic.write_text('/dev/null', 'x')"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert piped.stdout == "shown\n"

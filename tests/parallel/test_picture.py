@@ -69,18 +69,22 @@ def test_what_is_drawn_is_what_the_schedule_says(tmp_path, schedule, stages, mic
     passes = Counter((stage, micro, back, again) for stage, micro, back, _, again, *_ in found)
     kinds = [(False, False), (False, True), (True, True)]  # backward, of the second pass
     assert passes == Counter({(s, m, *kind): 1 for s in range(stages) for m in range(microbatches) for kind in kinds})
-    ends = {(Cell(s, m, back), again): end for s, m, back, _, again, _, end in found}
+    # When each has slept as long as it must, after its start; a busy machine may note its end later.
+    slept = {
+        (Cell(s, m, back), again): start + 0.95 * (2 if back else 1) * seconds
+        for s, m, back, _, again, start, _ in found
+    }
     latest = dict.fromkeys(range(devices), 0.0)
     for stage, micro, back, device, again, start, end in found:  # by their starts
-        cell, tolerance = Cell(stage, micro, back), 0.5 * seconds
+        cell = Cell(stage, micro, back)
         assert device == stage % devices
-        assert start >= latest[device] - 0.001, "two cells on one device at once"
-        latest[device] = end
+        assert start >= latest[device], "two cells on one device at once"
+        latest[device] = slept[cell, again]
         if schedule == "gpipe" and again and not back:
-            assert start >= ends[cell, False] - tolerance  # starts from what the first pass has kept
+            assert start >= slept[cell, False]  # starts from what the first pass has kept
         else:
-            assert all(start >= ends[need, again] - tolerance for need in needs(cell, stages))
-        assert end - start > 0.95 * (2 if back else 1) * seconds
+            assert all(start >= slept[need, again] for need in needs(cell, stages))
+        assert end >= slept[cell, again]
     assert idle_at_leisure(found, schedule, stages, devices) == pytest.approx(idle)
     assert (tmp_path / "a.svg").read_text().count("<path") > len(found)
 

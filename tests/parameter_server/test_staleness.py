@@ -7,21 +7,22 @@ from tfgpu import strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError
 
-COUNT, SLOW, WAIT_S = 24, 9, 2.0
+COUNT, SLOW, WAIT_S, LIMIT_S = 24, 9, 2.0, 400.0
 SCRIPT = (
     f"""
 import json, sys
 import keras, numpy as np, tensorflow as tf
 import tfgpu
 
-COUNT, SLOW, WAIT_S = {COUNT}, {SLOW}, {WAIT_S}
+COUNT, SLOW, WAIT_S, LIMIT_S = {COUNT}, {SLOW}, {WAIT_S}, {LIMIT_S}
 bound = json.loads(sys.argv[1])
+enough = 5 if bound is None else bound
 strategy = tfgpu.strategy("parameter_server", max_staleness=bound)
 """
     + """
 class Counts(keras.Model):
-    # Its one weight grows by 1 with each update, so that it says how many there were. The slow batch waits between
-    # reading it and the update.
+    # Its one weight grows by 1 with each update, so that it says how many there were. Between reading it and the
+    # update, the slow batch waits for `enough` updates of others, however long they take, and some seconds for more.
     def __init__(self):
         super().__init__()
         self.updates = self.add_weight(shape=(), initializer="zeros", name="updates")
@@ -30,14 +31,19 @@ class Counts(keras.Model):
 
     def train_step(self, data):
         number = tf.cast(data[0], "int32")
-        wait = WAIT_S * tf.cast(number == SLOW, tf.float64)
+        is_slow = tf.reduce_all(number == SLOW)
         with tf.GradientTape() as tape:
             read = tf.convert_to_tensor(self.updates)
             loss = -read
         gradient = tape.gradient(loss, self.updates.value)
         with tf.control_dependencies([read]):
-            end = tf.timestamp() + wait
-            waited = tf.while_loop(lambda now: now < end, lambda _: [tf.timestamp()], [tf.timestamp()])
+            begun = tf.timestamp()
+
+            def waits(now):
+                lacks = tf.convert_to_tensor(self.updates) < read + enough
+                return is_slow & ((now < begun + WAIT_S) | (lacks & (now < begun + LIMIT_S)))
+
+            waited = tf.while_loop(waits, lambda _: [tf.timestamp()], [begun])
         with tf.control_dependencies(waited):
             gradient = tf.identity(gradient)
         self.optimizer.apply([gradient], [self.updates])
