@@ -43,8 +43,8 @@ class RemoteSteps(step_loop.StepRunner):
         self.trial, self._jit = None, False
         self._is_training = step_function == model.train_step
         self._counts_updates = self._is_training and self.log_reader.are_results
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
-        self._workers = workers_of(self._strategy)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        self._workers = workers_of(self.strategy)
         self.pace = _ClosurePace(self._workers)
         self._functions: dict[tuple, Callable] = {}
         self._scheduled: ScheduledClosures | None = None
@@ -74,7 +74,7 @@ class RemoteSteps(step_loop.StepRunner):
             self._scheduled = ScheduledClosures(
                 self._model,
                 self._workers * CLOSURES_PER_WORKER,
-                slots.get(self._strategy, "max_staleness"),
+                slots.get(self.strategy, "max_staleness"),
                 self._counts_updates,
                 self._coordinator.done,
             )
@@ -152,7 +152,7 @@ class RemoteSteps(step_loop.StepRunner):
                 state = [tf.zeros(v.shape, v.dtype) for v in variables]
 
             def another(at, state, kept):
-                state, parts = self._strategy.run(step, args=(batch_at(at, *arguments), state))
+                state, parts = self.strategy.run(step, args=(batch_at(at, *arguments), state))
                 return at + 1, state, self.loops.to_optional(parts, kept)
 
             begin, count = (0, state, tf.raw_ops.OptionalNone()), count_of(*arguments)
