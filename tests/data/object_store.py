@@ -73,3 +73,23 @@ def object_store(monkeypatch) -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def google_store(monkeypatch, address: str) -> Iterator[None]:
+    """A server of Google's object store with a bucket `bucket`; `gs://` means it, as STORAGE_EMULATOR_HOST says.
+
+    Call it before the first import of gcsfs, which would ask the server by gRPC, too.
+    """
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    monkeypatch.setattr(http.server, "HTTPServer", http.server.ThreadingHTTPServer)  # many connections stay open
+    from gcp_storage_emulator.server import create_server
+
+    host, _, port = address.partition(":")
+    server = create_server(host, int(port), in_memory=True, default_bucket="bucket")
+    server.start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://{address}")
+    try:
+        yield
+    finally:
+        server.stop()

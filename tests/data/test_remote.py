@@ -191,6 +191,27 @@ def test_an_object_store(folder, tmp_path, monkeypatch):
             open_source(remote("s3://bucket/none/", tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_google_s_object_store(folder, tmp_path, monkeypatch, addresses):
+    pytest.importorskip("gcp_storage_emulator.server")
+    from object_store import google_store
+
+    with google_store(monkeypatch, *addresses(1)):
+        gcsfs = pytest.importorskip("gcsfs")
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        store = gcsfs.GCSFileSystem(token="anon")
+        for path in sorted((folder / "shards").iterdir()):
+            store.pipe_file(f"bucket/shards/{path.name}", path.read_bytes())
+        store.pipe_file("bucket/flowers.csv", (folder / "flowers.csv").read_bytes())
+        assert_same(epoch(remote("gs://bucket/shards/", tmp_path)), epoch(folder / "shards"))
+        globbed = epoch(remote("gs://bucket/shards/*.tfrecord*", tmp_path))
+        assert_same(globbed, epoch(folder / "shards"))  # the index beside them counts
+        assert open_source(remote("gs://bucket/*.csv#species", tmp_path)).class_names == ("k0", "k1")
+        with pytest.raises(InputError, match="No .tfrecord files|Cannot read"):
+            open_source(remote("gs://bucket/none/", tmp_path))
+
+
 def test_without_the_packages_the_fix_is_named(tmp_path, monkeypatch):
     registry = pytest.importorskip("fsspec.registry")
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
