@@ -34,7 +34,7 @@ def all_reduced(strategy) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("arguments", "kind", "devices"),
     [
-        ({}, "one_device", ["CPU:0"]),
+        ({}, "mirrored", ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]),
         ({"devices": 1}, "one_device", ["CPU:0"]),
         ({"devices": 2}, "mirrored", ["CPU:0", "CPU:1"]),
         ({"devices": np.int64(2)}, "mirrored", ["CPU:0", "CPU:1"]),

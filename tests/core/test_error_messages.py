@@ -42,13 +42,14 @@ class InputError(Exception):
     """Of a user's own, with the name of tfgpu's."""
 
 
-def test_only_tfgpus_own_errors_come_out_of_the_data():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_only_tfgpus_own_errors_come_out_of_the_data(devices):
     def read(error):
         yield np.zeros((2, 3), "float32"), np.zeros((2, 1), "float32")
         raise error("not this")
 
     signature = tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1))
-    with tfgpu.strategy().scope():
+    with tfgpu.strategy(devices=devices).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     data = tf.data.Dataset.from_generator(lambda: read(InputError), output_signature=signature)

@@ -24,6 +24,7 @@ _FIX = (
 )
 _NAMES = {"float": "float32", "double": "float64"}
 _OURS = re.compile(r"(InputError|MachineError): ([^\n]+)\nTraceback")  # tf.data passes on what its Python code raises
+_SECOND = re.compile(r"^ *\(1\) [A-Z_]+: ", re.MULTILINE)  # where several replicas fail, each has its own trace
 _FILE = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
 _KINDS = {"InputError": InputError, "MachineError": MachineError}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -57,7 +58,7 @@ def _explanation(error: tf.errors.OpError, model) -> Exception | None:
 
 def _is_ours(message: str) -> bool:
     """Whether tfgpu raised the error, not a class of the same name elsewhere."""
-    files = _FILE.findall(message)
+    files = _FILE.findall(_SECOND.split(message)[0])
     return bool(files) and Path(files[-1]).is_relative_to(Path(errors.__file__).parent)
 
 

@@ -58,12 +58,11 @@ def strategy(
 
     `auto` is `parameter_server` if the cluster has parameter servers, `multi_worker` if it has several workers, else
     `mirrored` for several devices and `one_device` for one. An evaluator process gets a strategy of its own devices.
-    `auto` uses several logical CPU devices only if `devices` asks for them.
 
     Args:
         kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"` or `"averaging"`.
-        devices: `None`, all GPUs, or the CPU if there is none; a number, the first so many GPUs, or
-            logical CPU devices if there is no GPU; or names such as `["GPU:0", "GPU:1"]`.
+        devices: `None`, all GPUs, or all logical CPU devices if there is no GPU; a number, the first so many of them;
+            or names such as `["GPU:0", "GPU:1"]`.
         all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical"`,
             `"hierarchical_copy"` or `"reduction_to_one_device"`. The table in `tfgpu.strategies` says which applies
             where.
@@ -149,7 +148,7 @@ def _choose(devices: Devices, cluster: Cluster) -> str:
         return "parameter_server"
     if cluster.is_multi_worker:
         return "multi_worker"
-    chosen = environment.devices("GPU") if devices is None else environment.select(devices)
+    chosen = environment.accelerators() if devices is None else environment.select(devices)
     return "mirrored" if len(chosen) > 1 else "one_device"
 
 

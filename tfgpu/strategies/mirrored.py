@@ -28,7 +28,7 @@ def mirrored(
     """Makes the strategy that keeps a copy of the model on every device of this process.
 
     Args:
-        devices: as for `strategy` (and `"1/GPU:0"`), but `None` is all logical CPU devices if there is no GPU.
+        devices: as for `strategy` (and `"1/GPU:0"`).
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             designed for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
         bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven, check_replicas, on_difference: as for

@@ -37,8 +37,8 @@ def multi_worker(
     anything else that starts TensorFlow's devices. All workers must use the same number of devices.
 
     Args:
-        devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
-            devices if there is no GPU), by number or name.
+        devices: `None`, all GPUs of each worker, or all its logical CPU devices if it has none; or the first so many of
+            them, by number or name.
         all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
             GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
             devices communicate, for workers of several devices on a slow network. All workers must choose the same.
@@ -114,8 +114,7 @@ def _make(
 
 def _worker_devices(devices: Devices) -> tuple[Device, ...]:
     if devices is None:
-        # One replica if there is no GPU: as in `auto`, several logical CPU devices must be asked for.
-        return environment.devices("GPU") or environment.devices("CPU")[:1]
+        return environment.accelerators()
     chosen = environment.select(devices)
     if chosen == environment.devices(chosen[0].kind)[: len(chosen)]:
         return chosen
