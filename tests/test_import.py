@@ -20,6 +20,7 @@ ALLOWED = {
     "atomic": set(),
     "lazy": set(),
     "redact": set(),
+    "quiet": set(),
     "sensors": set(),
     "cluster": set(),
     "environment": set(),
@@ -43,7 +44,7 @@ ALLOWED = {
     "models": {"precision", *ENGINE},
     "training": {"data", "precision", "packing", *ENGINE},
     "callbacks": {"cluster", "environment", "training", "launch", "packing", "sensors", *ENGINE},
-    "run": {"cluster", "launch", "rendezvous", *ENGINE},
+    "run": {"cluster", "quiet", "launch", "rendezvous", *ENGINE},
     "serving": {"models", *ENGINE},
 }
 ALLOWED["asynchronous"] = {"checkpoint", "optim", "parameter_server", "strategies"}

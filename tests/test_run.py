@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from tfgpu import cli
+from tfgpu import cli, quiet
 from tfgpu.errors import InputError
-from tfgpu.launch import quiet
 from tfgpu.run import main, run
 
 TUTORIAL = """
@@ -279,7 +278,11 @@ def test_start_up_messages_are_hidden_and_others_stay(monkeypatch, capfd):
         os.write(2, f"{NOISE}W0000 00:00:1.0 1 gpu_device.cc:1] Cannot dlopen some GPU libraries.\n".encode())
         assert os.environ[quiet.LEVEL] == "1"
     assert capfd.readouterr().err == "W0000 00:00:1.0 1 gpu_device.cc:1] Cannot dlopen some GPU libraries.\n"
-    with quiet.starting():  # the user has set the level, as the line above does
+    with quiet.starting():  # set by now; only 0 asks for them
+        os.write(2, NOISE.encode())
+    assert capfd.readouterr().err == ""
+    monkeypatch.setenv(quiet.LEVEL, "0")
+    with quiet.starting():
         os.write(2, NOISE.encode())
     assert capfd.readouterr().err == NOISE
     monkeypatch.delenv(quiet.LEVEL)

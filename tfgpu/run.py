@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfgpu import rendezvous
+from tfgpu import quiet, rendezvous
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, no_script
-from tfgpu.launch import heartbeat, quiet
+from tfgpu.launch import heartbeat
 from tfgpu.rendezvous import lost
 
 OPTION = "--startup-timeout"

@@ -166,7 +166,7 @@ def find_batch_size(
         as_json=None,
         json_to=None,
     ),
-    short_help="Find where the loss falls as the learning rate rises.",
+    short_help="Find the learning rates at which the loss falls.",
     help="Train some steps with a rising learning rate, and show where the loss falls. The model is discarded.",
     epilog=(
         "[bold]Examples[/]\n\n"

@@ -193,4 +193,5 @@ def _examples(console: Console, command: Any, ctx: Any, *, whole: bool, left: in
         for line in shown:
             console.print(f"  {line}", soft_wrap=True)
     if left and not whole:
-        console.print(f"\n[dim]{ctx.command_path} {_ALL} shows {left} more.[/]")
+        kind = "options" if ctx.parent else "commands"
+        console.print(f"\n[dim]{ctx.command_path} {_ALL} shows {left} more {kind}.[/]")

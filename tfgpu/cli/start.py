@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from tfgpu.launch.quiet import starting
+from tfgpu.quiet import starting
 
 
 def start_tensorflow(*, quiet: bool = True) -> None:

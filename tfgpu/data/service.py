@@ -28,6 +28,13 @@ from tfgpu.data.feed import Feed, finish
 from tfgpu.data.position import Counter
 from tfgpu.errors import InputError, MachineError
 
+_WORKER = """
+import sys
+from tfgpu import quiet
+with quiet.starting("3"):
+    from tfgpu.data import service
+service._work(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+"""
 PATIENCE_S = 30.0
 """Seconds to wait for a batch before this process makes the next one itself."""
 AHEAD = 64
@@ -300,7 +307,7 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
 
 def _worker(dispatcher: str, host: str) -> subprocess.Popen:
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}  # it decodes on the CPU and must not use GPU memory
-    command = [sys.executable, "-m", "tfgpu.data.service", dispatcher, host, str(os.getpid())]
+    command = [sys.executable, "-c", _WORKER, dispatcher, host, str(os.getpid())]
     return subprocess.Popen(command, env={**os.environ, **hidden}, start_new_session=True)
 
 
@@ -312,7 +319,3 @@ def _work(dispatcher: str, host: str, parent: int) -> None:
         time.sleep(0.5)
     del worker
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _work(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -20,30 +20,32 @@ _NOISE = re.compile(
 
 @contextlib.contextmanager
 def starting(level: str = "1") -> Iterator[None]:
-    """Hides what TensorFlow writes while it starts, unless the user has set TF_CPP_MIN_LOG_LEVEL.
+    """Hides what TensorFlow writes while it starts, unless TF_CPP_MIN_LOG_LEVEL is 0.
 
     TensorFlow writes its first messages to file descriptor 2 before it reads that variable. What else is written there
     follows at the end, and everything if the block fails.
 
     Args:
-        level: the least level that TensorFlow's C++ code writes from then on: 1 is warnings, 3 is none.
+        level: the least level that TensorFlow's C++ code writes from then on, unless the user has set it; 1 is
+            warnings, 3 is none.
 
     Example:
         >>> with starting():
         ...     import tensorflow
     """
-    if LEVEL in os.environ:
+    if os.environ.setdefault(LEVEL, level) == "0":
         yield
         return
-    os.environ[LEVEL] = level
     sys.stderr.flush()
     with tempfile.TemporaryFile() as aside:
         screen = os.dup(2)
         os.dup2(aside.fileno(), 2)
-        failed = True
+        failed = False
         try:
             yield
-            failed = False
+        except Exception:  # not Ctrl-C
+            failed = True
+            raise
         finally:
             sys.stderr.flush()
             os.dup2(screen, 2)
