@@ -1,5 +1,7 @@
 """The experts of a mixture: feed-forward networks side by side, each on tokens of its own."""
 
+from collections.abc import Callable
+
 import keras
 from keras import ops
 
@@ -49,10 +51,10 @@ class FeedForwardExperts(keras.layers.Layer):
         intermediate_dim: int,
         *,
         gated: bool = False,
-        activation="gelu",
+        activation: str | Callable = "gelu",
         use_bias: bool = True,
-        kernel_initializer="glorot_uniform",
-        bias_initializer="zeros",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        bias_initializer: str | keras.initializers.Initializer = "zeros",
         **kwargs,
     ):
         super().__init__(**kwargs)

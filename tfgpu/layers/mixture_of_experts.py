@@ -1,5 +1,7 @@
 """`layers.MixtureOfExperts`: a feed-forward layer of which each token uses a few experts."""
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 from keras import ops
@@ -17,7 +19,7 @@ class MixtureOfExperts(keras.layers.Layer):
     The router is one kernel, and is computed in float32 under every dtype policy. In training the layer adds a loss
     that is least where all experts are used equally. Under replicas that loss, the capacity and which tokens find no
     place are those of the whole batch, as on one device. `parallel.Mesh(expert=n)` gives each of n devices 1/n of the
-    experts.
+    experts. To load a file that holds this layer, import it first.
 
     Args:
         num_experts: how many experts there are.
@@ -67,14 +69,14 @@ class MixtureOfExperts(keras.layers.Layer):
         top_k: int = 2,
         capacity_factor: float | None = None,
         gated: bool = False,
-        activation="gelu",
+        activation: str | Callable = "gelu",
         use_bias: bool = True,
         normalize: bool | None = None,
         balance_loss: float = 0.01,
         z_loss: float = 0.0,
-        kernel_initializer="glorot_uniform",
-        bias_initializer="zeros",
-        router_initializer="glorot_uniform",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        bias_initializer: str | keras.initializers.Initializer = "zeros",
+        router_initializer: str | keras.initializers.Initializer = "glorot_uniform",
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -130,6 +130,9 @@ class ShardedVariable:
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.numpy(), dtype)
 
+    def __getitem__(self, index) -> tf.Tensor:
+        return tf.convert_to_tensor(self)[index]
+
     def __tf_tensor__(self, dtype=None, name=None):
         if isinstance(self.sharding, AxisSharding):
             found = tf.concat([tf.convert_to_tensor(shard) for shard in self.shards], self.sharding.axis)
