@@ -124,6 +124,17 @@ def test_the_help_fits_a_terminal_of_80_by_24(words, capsys, monkeypatch):
     assert all(max(each.opts, key=len) in whole for each in options)
 
 
+def test_the_reference_has_every_command_and_option(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs" / "site"), *sys.path])
+    import commands as reference
+
+    page = reference.page()
+    for words, command in COMMANDS.items():
+        section = page.split(f"## {' '.join(('tfgpu', *words))}\n")[1].split("\n## ")[0]
+        options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+        assert all(max(each.opts, key=len) in section for each in options)
+
+
 def examples():
     for words, command in COMMANDS.items():
         lines = re.sub(r"\[/?[a-z]*\]", "", command.epilog or "").split("\n\n")

@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 import tfgpu
 
 sys.path.insert(0, str(Path(__file__).parent))
+import commands  # noqa: E402
 import recipe_settings  # noqa: E402
 
 import notebooks  # noqa: E402  the one beside this file
@@ -75,6 +76,7 @@ def pages() -> dict[str, str]:
     for name in INNER:
         found[name] = _module(importlib.import_module(f"tfgpu.{name}"))
     found["recipe-settings"] = recipe_settings.page()
+    found["command-line"] = commands.page()
     return {"tfgpu": "\n".join(["# tfgpu", "", *own]), **found}
 
 
