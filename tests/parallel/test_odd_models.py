@@ -282,9 +282,15 @@ class Block(layers.Layer):
         return self.balanced(self.dense(x))
 
 
-def test_a_layer_that_mixes_rows_within_a_spread_layer_is_named(caplog):
+def within_a_layer():
     inputs = keras.Input((8,))
-    model = apply(keras.Model(inputs, layers.Dense(1)(Block(name="block")(inputs))), Mesh(data=2))
+    return keras.Model(inputs, layers.Dense(1)(Block(name="block")(inputs)))
+
+
+def test_a_layer_that_mixes_rows_within_a_spread_layer_gets_all(caplog):
+    one = on_one_device(within_a_layer)
+    model = apply(made(within_a_layer), Mesh(data=2))
     with caplog.at_level("WARNING", logger="tfgpu"):
-        trained(model, epochs=1)
-    assert "'balanced' (Balanced) may look at several rows of a batch" in caplog.text
+        assert_alike(model, one, trained(model, 1), trained(one, 1))
+    assert "'balanced' (Balanced) looks at several rows of a batch" in caplog.text
+    assert "its inputs travel in every step (256 bytes a step)" in caplog.text

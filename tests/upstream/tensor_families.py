@@ -27,6 +27,7 @@ GROUPED = {"num_query_heads": 4, "num_key_value_heads": 2}
 LAYOUTS = {
     "tensor 2": {"tensor": 2},
     "data 2 x tensor 2": {"data": 2, "tensor": 2},
+    "data 2": {"data": 2},
     "expert 2": {"expert": 2},
     "data 2 x expert 2": {"data": 2, "expert": 2},
 }
@@ -94,8 +95,6 @@ FAMILIES = {
     "mistral": lambda: causal("Mistral", **GROUPED),
     "mixtral": lambda: causal("Mixtral", **GROUPED, num_experts=4),
     "qwen_moe": lambda: causal("QwenMoe", **GROUPED, **QWEN_MOE),
-    "mixtral, no balance": lambda: causal("Mixtral", **GROUPED, num_experts=4, router_aux_loss_coef=0.0),
-    "qwen_moe, no balance": lambda: causal("QwenMoe", **GROUPED, **QWEN_MOE, router_aux_loss_coefficient=0.0),
     "gpt2": lambda: causal("GPT2", num_heads=2, max_sequence_length=LENGTH),
     "bert": bert,
     "vit": vit,
@@ -108,7 +107,7 @@ MIXTURES = {
     "qwen3_moe": lambda: causal("Qwen3Moe", **GROUPED, **QWEN3_MOE),
     "gpt_oss": lambda: causal("GptOss", **GROUPED, num_experts=4, head_dim=4),
 }
-TABLE = [name for name in FAMILIES if name not in ("llama", "mistral") and "no balance" not in name]
+TABLE = [name for name in FAMILIES if name not in ("llama", "mistral")]
 
 
 def lora(model):
@@ -204,14 +203,7 @@ def on_one_device(family, kind):
     return one, trained(one, data, kind)
 
 
-def without_balance(layout):
-    """Families whose experts are balanced by a loss of all rows: over replicas each computes it from its own."""
-    return ("mixtral", "qwen_moe") if layout == "data 2 x tensor 2" else ()
-
-
 def compare(family, kind="full", layout="tensor 2") -> Found:
-    if family in without_balance(layout):
-        family = f"{family}, no balance"
     one, expected = on_one_device(family, kind)
     model, data = made(family, kind)
     model = spread(model, layout)
@@ -250,7 +242,6 @@ def main(names):
     for name in names or TABLE:
         full, small, both = compare(name), compare(name, "LoRA"), compare(name, layout="data 2 x tensor 2")
         apart = " | ".join(f"{max(each.weights, each.logs):.0e}" for each in (full, small, both))
-        apart += " (no balance loss)" if name in without_balance("data 2 x tensor 2") else ""
         print(f"| {name} | {full.block_share:.2f} | {full.share:.2f} | {apart} |", flush=True)
 
 

@@ -7,7 +7,6 @@
 - `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step.
 - `run_starts`: `start(run)` is called when `fit` or `evaluate` begins, and may add to the run's lists
   (`step_blocks.Run`).
-- `spread_layers`: `is_spread(layer)` says that a layer is on several devices, where it cannot be computed on all rows.
 - `run_observers`: `observe(strategy, function, args, kwargs)` hears of each `strategy.run` on rows, before it runs.
 - `compilations`: `around(model, arguments)` is a context around `Model.compile`, and may change its arguments.
 - `method_calls`: `around(model, name, arguments)` is a context around `fit`, `evaluate` and `predict`.
@@ -53,7 +52,6 @@ gradient_extensions: Registry = Registry()
 error_explanations: Registry = Registry()
 state_providers: Registry = Registry()
 xla_obstacles: Registry = Registry()
-spread_layers: Registry = Registry()
 run_starts: Registry = Registry()
 run_observers: Registry = Registry()
 verdict_listeners: Registry = Registry()

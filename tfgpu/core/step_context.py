@@ -172,6 +172,13 @@ def scope(**fields: Any) -> Iterator[None]:
         vars(context).update(before)
 
 
+def copied() -> dict[str, Any]:
+    """What this thread knows of the rows that it computes on, for `scope`: of use where code runs again."""
+    context = current()
+    names = ("step", "keeps_own_state", "assigns_alike", "draws_alike", "draws_follow_input", "draw_shard")
+    return {name: getattr(context, name) for name in names} | {"extensions": dict(context.extensions)}
+
+
 def adopt(other: StepContext) -> None:
     """Makes this thread know what another one knew when `other` was its context."""
     _thread.context = dataclasses.replace(other, extensions=dict(other.extensions))

@@ -232,7 +232,6 @@ class _Colocated(gradients.GradientExtension):
 
 extensions.gradient_extensions.register(_Colocated())
 extensions.xla_obstacles.register(lambda model: is_placed(model.distribute_strategy))
-extensions.spread_layers.register(lambda layer: is_placed(tf.distribute.get_strategy()))
 
 
 def _device(name: str | None):

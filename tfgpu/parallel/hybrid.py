@@ -45,8 +45,8 @@ def apply(
     """Spreads a model over a mesh of devices. Call it before `compile`.
 
     Args:
-        model: functional or Sequential, built; along `sequence` or `expert` a subclassed one, too. Build a model that
-            is too large for the first device under `tf.device("CPU:0")`, outside any strategy.
+        model: built; functional or Sequential along `pipeline`. Build a model that is too large for the first device
+            under `tf.device("CPU:0")`, outside any strategy.
         mesh: its sizes along `data`, `pipeline`, `expert`, `sequence` and `tensor`. A mesh without devices uses the
             GPUs, or the logical CPU devices. `sequence` goes with `data` alone: each device computes its part of the
             positions. So does `expert`: each device holds its part of the experts, and all that is no expert.
@@ -77,8 +77,9 @@ def apply(
         return _along_sequence(model, mesh)
     if mesh.expert > 1:
         return _along_expert(model, mesh, plan)
-    if mesh.tensor == 1 or mesh.pipeline > 1 or (stages or 1) > 1:
+    if mesh.pipeline > 1 or (stages or 1) > 1:
         model_graph.functional(model)  # raises if there is no graph
+    _check_built(model)
     recomputed_layers.check_not_recomputed(model)
     strategy = _strategy(model, [mesh.device(data=at) for at in range(mesh.data)])
     partitioned = _partition(model, mesh, plan)

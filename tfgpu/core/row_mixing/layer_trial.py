@@ -14,11 +14,11 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, shard_trial
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import TrialShard
 from tfgpu.core.row_mixing.row_sums import Meets
-from tfgpu.core.state import layer_state
+from tfgpu.core.state import layer_state, sharded_variable
 
 _MOST = 1 << 20  # numbers of a variable up to which its values are looked at
 
@@ -143,7 +143,9 @@ class LayerTrial:
         self._captured = captures.of(layer)
         self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
         self._within = private_layers.layers_within(layer)
-        self._weights = list({id(each): each for each in layer.variables}.values())
+        # Of a variable of which each replica holds a piece (ZeRO, stage 3) the trial has the whole, as the layer has.
+        weights = map(sharded_variable.read_variable, layer.variables)
+        self._weights = list({id(each): each for each in weights}.values())
         self._close = comparison.close_for(getattr(each, "compute_dtype", None) for each in self._within)
         self._recorder = Recorder()
         self._values: list[tf.Tensor] = []
@@ -153,7 +155,7 @@ class LayerTrial:
         return isolation.run(self._tried)
 
     def _tried(self) -> Verdict:
-        self._values = [_stand_in(variable) for variable in self._weights]
+        self._values = [_stand_in(at, variable) for at, variable in enumerate(self._weights)]
         with self._captured.preserving_variables(), isolation.unchanged(self._layer, layers=self._within):
             try:
                 found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
@@ -327,8 +329,13 @@ def _gradients(tape: tf.GradientTape, target: tf.Tensor | None, sources: list[tf
     return [None if each is None else comparison.array(tf.convert_to_tensor(each)) for each in found]
 
 
-def _stand_in(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value; one whose numbers are all alike, which may hide what depends on it, is moved."""
+def _stand_in(at: int, variable: keras.Variable) -> tf.Tensor:
+    """A variable's value; one whose numbers are all alike, which may hide what depends on it, is moved.
+
+    Of a variable that is in pieces, which reading would bring together, drawn numbers stand in.
+    """
+    if isinstance(variable, variables.VirtualVariable):
+        return shard_trial.drawn(at, variable, tuple(variable.shape))
     value = tf.convert_to_tensor(variables.local_value(variables.held(variable)))
     size = math.prod(value.shape)
     if not value.dtype.is_floating or size > _MOST or not size:

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
-from tfgpu.compat import slots, variables
+from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, extensions, step_context
+from tfgpu.core import batch_rows, step_context
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, step_recorder, verdicts
 from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
 from tfgpu.core.state import layer_state
@@ -102,25 +102,17 @@ def _is_of_replica(args: tuple, kwargs: dict) -> bool:
 
 def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     """What a layer of a step needs, never `UNKNOWN`."""
-    if any(isinstance(variable, variables.VirtualVariable) for variable in layer.variables):
-        return Verdict(Needs.ITS_PARTS)
     _build(layer, args, kwargs)
     verdict = _verdict(layer, args, kwargs)
-    is_spread = any(spread(layer) for spread in extensions.spread_layers)
-    piece = _piece(layer, verdict, args, kwargs, is_spread=is_spread)
+    piece = _piece(layer, verdict, args, kwargs)
     told = vars(slots.of(layer)).setdefault("rows_told", [])
     if verdict.why and verdict.why not in told:
         told.append(verdict.why)
-        if is_spread:
-            _tell_spread(layer, verdict)
-        else:
-            _tell(layer, verdict, piece)
-    if is_spread:  # layers within that look at several rows are named
-        return verdict if verdict.needs is Needs.ITS_PARTS else Verdict(Needs.ITS_ROWS)
+        _tell(layer, verdict, piece)
     return _of_unproven(layer, verdict, piece) if verdict.needs is Needs.UNKNOWN else verdict
 
 
-def _piece(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict, *, is_spread: bool):
+def _piece(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> verdicts.Piece:
     """What is noted of a layer."""
     needs, source = verdict.needs, verdicts.MARKED if choices.of(layer) else verdicts.TRIED
     becomes = {
@@ -132,7 +124,6 @@ def _piece(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dic
         way, source = _way(args, kwargs), verdicts.UNPROVEN
         ways = {"warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED, "gather": verdicts.ON_ALL_ROWS}
         becomes = ways[way]
-    becomes = verdicts.BY_ROWS if is_spread else becomes
     size = verdicts.bytes_a_row(gathering.with_rows((args, kwargs))) if becomes == verdicts.ON_ALL_ROWS else 0
     name = f"layer {layer.name!r} ({type(layer).__name__})"
     return verdicts.note(verdicts.Piece(name, becomes, verdict.why, source, size, verdicts.rows_of_batch()))
@@ -224,16 +215,6 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
             verdict.why,
             piece.traffic,
             _advice(verdict.why),
-        )
-
-
-def _tell_spread(layer: keras.layers.Layer, verdict: Verdict) -> None:
-    if verdict.needs in (Needs.ALL, Needs.UNKNOWN):
-        _log.warning(
-            "%s may look at several rows of a batch: %s. It is on several devices (`tfgpu.parallel`), where each "
-            "replica computes it from its own rows: the result may not be one device's.",
-            _named(layer),
-            verdict.why,
         )
 
 

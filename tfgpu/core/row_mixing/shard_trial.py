@@ -42,7 +42,7 @@ class StandIns:
     def __init__(self, shards: Sequence[keras.Variable]):
         self._shards = list(shards)
         self._shapes = {id(each): tuple(shard_info(each).sharding.shape([each])) for each in shards}
-        self._values = {id(each): _drawn(at, each, self._shapes[id(each)]) for at, each in enumerate(shards)}
+        self._values = {id(each): drawn(at, each, self._shapes[id(each)]) for at, each in enumerate(shards)}
 
     @property
     def ids(self) -> set[int]:
@@ -139,9 +139,9 @@ def differing(stand_ins: StandIns, whole: Recorder, pieces: list[Recorder], clos
 _seen = step_context.Slot("row_mixing.stand_ins")
 
 
-def _drawn(seed: int, shard: keras.Variable, shape: tuple[int, ...]) -> tf.Tensor:
-    """Numbers of the size that initializers give."""
-    dtype = variables.storage_dtype(shard)
+def drawn(seed: int, variable: keras.Variable, shape: tuple[int, ...]) -> tf.Tensor:
+    """Numbers of the size that initializers give, in the variable's dtype."""
+    dtype = variables.storage_dtype(variable)
     if len(shape) < 2:
         return tf.cast(tf.random.stateless_uniform(shape, [seed, 0], 0.2, 1.0), dtype)
     return tf.cast(tf.random.stateless_normal(shape, [seed, 1], stddev=math.prod(shape[:-1]) ** -0.5), dtype)

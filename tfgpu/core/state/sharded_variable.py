@@ -161,6 +161,11 @@ def full_variable(variable):
     return slots.get(variable, "full_variable", variable)
 
 
+def read_variable(variable):
+    """What a layer reads, given the shard that an optimizer updates (ZeRO); any other variable itself."""
+    return slots.get(variable, "read_variable", variable)
+
+
 def set_shard(variable, shard, *, holds_value: bool) -> None:
     """Makes an optimizer update `shard` in place of a variable.
 
@@ -169,7 +174,7 @@ def set_shard(variable, shard, *, holds_value: bool) -> None:
         shard: its shard.
         holds_value: the variable holds the value between steps; otherwise the shard does.
     """
-    slots.of(variable).updated_shard = shard
+    slots.of(variable).updated_shard, slots.of(shard).read_variable = shard, variable
     if holds_value:
         slots.of(shard).full_variable = variable
 

@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers
+from tfgpu.compat.keras import StatelessScope
+from tfgpu.core.row_mixing import choices, own_layers
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.pipeline import sections
 from tfgpu.parallel.pipeline.micro_batches import MicroBatches, map_with_mask
@@ -40,20 +42,28 @@ def probe(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> R
         model: functional or Sequential, built.
         strategy: of one replica, which runs the calls.
         batch: inputs as the model takes them, of which the first rows are used; None draws random numbers. If the model
-            cannot run on the inputs, a warning says so, and nothing is found.
+            cannot run on the inputs, a warning says so, and calls of the user's own layers count as mixing rows.
     """
     for inputs in _inputs(model_graph.functional(model), batch):
         try:
             return _Trial(model, inputs).run(strategy)
         except Exception as error:  # from a layer's own code
             reason = error
+    unproven = {id(call.node): call.name for call in model_graph.calls(model) if _is_unproven(call)}
     _log.warning(
-        "Could not try whether rows of %r depend on each other (%s: %s). Give `batch`: some inputs.",
+        "Could not try whether rows of %r depend on each other (%s: %s). %sGive `batch`: some inputs.",
         model.name,
         type(reason).__name__,
         " ".join(str(reason).split())[:200],
+        f"So {', '.join(unproven.values())} of your own takes whole batches, not micro-batches. " if unproven else "",
     )
-    return RowMixing()
+    return RowMixing(frozenset(unproven))
+
+
+def _is_unproven(call: model_graph.Call) -> bool:
+    """Whether a call, of which nothing is known, runs code of the user's that is not marked `tfgpu.by_rows`."""
+    within = (each for layer in call.layers for each in (layer, *model_graph.layers_within(layer).values()))
+    return any(own_layers.is_own(each) and choices.of(each) != choices.BY_ROWS for each in within)
 
 
 def _inputs(graph, batch) -> Iterator[list]:
@@ -95,15 +105,15 @@ class _Trial:
         return [self._agrees(call) for call in self._calls]
 
     def _agrees(self, call: model_graph.Call) -> tf.Tensor:
-        """Whether a call computes from the halves what it computes from the whole."""
-        _run(call, self._whole, _WHOLE, 0)
+        """Whether a call computes from the halves what it computes from the whole: results, losses and state."""
+        whole = _run(call, self._whole, _WHOLE, 0)
         made = [tensor for tensor in call.outputs if sections.has_batch_axis(tensor)]
         is_known = all(id(tensor) in half for half in self._halves for tensor in call.inputs)
         found = [tf.constant(is_known and not any(map(layers.sees_whole_batch, call.layers)))]
         if tf.get_static_value(found[0]):
-            for micro, half in enumerate(self._halves):
-                _run(call, half, _HALVES, micro)
+            halves = [_run(call, half, _HALVES, micro) for micro, half in enumerate(self._halves)]
             found += [self._is_equal(tensor) for tensor in made]
+            found += [*_losses_agree(whole, halves), *_states_agree(whole, halves)]
         for tensor in made:
             self._halve(tensor)
         return tf.reduce_all(found)
@@ -112,14 +122,7 @@ class _Trial:
         whole = self._whole[id(tensor)]
         if whole is None:
             return tf.constant(True)
-        joined = tf.concat([half[id(tensor)] for half in self._halves], 0)
-        if not whole.shape.is_compatible_with(joined.shape):
-            return tf.constant(False)
-        if not whole.dtype.is_floating:
-            return tf.reduce_all(tf.equal(whole, joined))
-        size = tf.reduce_max(tf.where(tf.math.is_finite(whole), tf.abs(whole), 0))
-        is_close = tf.abs(whole - joined) <= size * _TOLERANCES.get(whole.dtype.name, 1e-3)
-        return tf.reduce_all(is_close | (whole == joined) | (tf.math.is_nan(whole) & tf.math.is_nan(joined)))
+        return _is_close(whole, tf.concat([half[id(tensor)] for half in self._halves], 0))
 
     def _halve(self, tensor) -> None:
         """Takes the halves of a value from the whole, so that the next call is not blamed for mixing in this one."""
@@ -133,9 +136,55 @@ class _Trial:
                 half[id(tensor)] = _rows_of(value, at * rows // 2, rows // 2)
 
 
-def _run(call: model_graph.Call, values: dict, pieces: MicroBatches, micro: int) -> None:
-    with keras.StatelessScope(), pieces.row_scope(micro):
+class _Scope(StatelessScope):
+    """What a call adds to the loss, and what it assigns: by a variable's `id`, the variable with its last value."""
+
+    def __init__(self):
+        super().__init__(collect_losses=True)
+        self.assigned: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+
+    def add_update(self, update):
+        super().add_update(update)
+        self.assigned[id(update[0])] = update
+
+
+def _run(call: model_graph.Call, values: dict, pieces: MicroBatches, micro: int) -> _Scope:
+    with _Scope() as scope, pieces.row_scope(micro):
         call.run(values, model_graph.in_training)
+    return scope
+
+
+def _is_close(whole: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    if not whole.shape.is_compatible_with(other.shape):
+        return tf.constant(False)
+    if not whole.dtype.is_floating:
+        return tf.reduce_all(tf.equal(whole, other))
+    size = tf.reduce_max(tf.where(tf.math.is_finite(whole), tf.abs(whole), 0))
+    is_close = tf.abs(whole - other) <= size * _TOLERANCES.get(whole.dtype.name, 1e-3)
+    return tf.reduce_all(is_close | (whole == other) | (tf.math.is_nan(whole) & tf.math.is_nan(other)))
+
+
+def _losses_agree(whole: _Scope, halves: list[_Scope]) -> list[tf.Tensor]:
+    """Whether each added loss is the mean of the halves', as a pipeline takes it."""
+    if any(len(half.losses) != len(whole.losses) for half in halves):
+        return [tf.constant(False)]
+    found = zip(whole.losses, *(half.losses for half in halves), strict=True)
+    return [_is_close(loss, tf.add_n(parts) / len(parts)) for loss, *parts in found]
+
+
+def _states_agree(whole: _Scope, halves: list[_Scope]) -> list[tf.Tensor]:
+    """Whether each variable ends with what a pipeline makes of the halves' values (`ForwardPass.assign_state`)."""
+    if any(half.assigned.keys() != whole.assigned.keys() for half in halves):
+        return [tf.constant(False)]
+    found = []
+    for key, (variable, value) in whole.assigned.items():
+        parts = [half.assigned[key][1] for half in halves]
+        if variable.aggregation == "sum":
+            before = tf.cast(tf.convert_to_tensor(variable), value.dtype)
+            found.append(_is_close(value - before, tf.add_n([part - before for part in parts])))
+        else:
+            found.append(_is_close(value, tf.add_n(parts) / len(parts) if value.dtype.is_floating else parts[0]))
+    return found
 
 
 def _rows_of(value, begin: int, rows: int):

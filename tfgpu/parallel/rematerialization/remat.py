@@ -203,7 +203,7 @@ class _Call:
         outer = get_stateless_scope()
         mapping = outer.state_mapping if outer is not None else {}
         self._mapped = {key: value for key, value in mapping.items() if is_differentiable(value)}
-        self._call_state = copied_call_state()
+        self._call_state, self._step_state = copied_call_state(), step_context.copied()
 
     def run(self) -> object:
         """The function's results; its losses and assignments go to the layers."""
@@ -240,7 +240,8 @@ class _Call:
             copies = [_wait_for(arrived, value) for value in given]
             tape.watch(copies)
             scope = ReplayScope(self._scope, self._scope_values(copies))
-            outputs = self._run_function(scope, copies)
+            with step_context.scope(**self._step_state):  # a layer that got all rows gets them again
+                outputs = self._run_function(scope, copies)
         targets = _results(outputs, scope)
         found = tape.gradient(targets, [*copies, *variables], output_gradients=upstream)
         if not variables:

@@ -209,7 +209,8 @@ def _gather_while_running(unit: keras.layers.Layer, gathered: Sequence[GatheredV
     rematerialized = remat.remat(with_variables)
 
     def call(*args, **kwargs):
-        if in_symbolic_scope() or replication.replica_context() is None:
+        is_apart = replication.replica_context() is None or step_context.current().is_trying
+        if in_symbolic_scope() or is_apart:
             return stock(*args, **kwargs)
         if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in tree.flatten((args, kwargs))):
             return stock(*args, **kwargs)  # cannot be recomputed: each variable is gathered where it is read, and kept
