@@ -8,7 +8,7 @@ import tensor_families as families
 pytestmark = [pytest.mark.slow]
 pytest.importorskip("keras_hub")
 CASES = [
-    *((name, "full", "tensor 2") for name in families.FAMILIES if "no balance" not in name),
+    *((name, "full", "tensor 2") for name in families.FAMILIES),
     *((name, "LoRA", "tensor 2") for name in ("gemma, one key head", "llama3", "qwen3", "gpt2")),
     *((name, kind, "data 2 x tensor 2") for name in ("llama3", "mixtral", "whisper") for kind in ("full", "LoRA")),
 ]

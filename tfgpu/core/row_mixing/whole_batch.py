@@ -72,7 +72,8 @@ def show_whole_batch() -> None:
         facts, recorder = step_context.step(), step_context.current().recorder
         if recorder is not None and recorder.is_split:
             loss = keras.tree.map_structure(lambda each: each * (recorder.stop - recorder.start) / recorder.total, loss)
-        if facts is not None and facts.is_within_whole and _can_meet():
+        by_rows = facts is not None and facts.is_within_whole and not facts.local_forward
+        if by_rows and _can_meet():  # what a layer on all rows adds is the whole batch's already
             loss = keras.tree.map_structure(_mean_by_rows, loss)
         return stock(self, loss)
 
