@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 FILE = HERE / "table.json"
 LIMIT_S = 180
 """For a row, at most."""
+ORDER = "collectives of a GPU"
 DEVICES = {"local": 9, "workers": 5}  # the host and its GPUs, in each process
 
 
@@ -45,6 +46,8 @@ def trace(names: list[str], kind: str) -> dict[str, dict]:
             processes = _start(batch, kind, file)
             try:
                 processes[0].wait(LIMIT_S * len(batch))  # it writes the rows; its peer may wait for it
+                if processes[1:] and not _failed(file):
+                    processes[1].wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 pass  # the first row that has no result is the one that hangs
             finally:
@@ -52,11 +55,25 @@ def trace(names: list[str], kind: str) -> dict[str, dict]:
                     process.kill()
                     process.wait()
             lines = file.read_text().splitlines() if file.exists() else []
+            others = _others(file).read_text().splitlines() if _others(file).exists() else []
         found |= dict(map(json.loads, lines))
+        for name, other in map(json.loads, others):
+            if name in found and other.get(ORDER) != found[name].get(ORDER):
+                found[name]["another worker has"] = other.get(ORDER)
         if not lines:
             found[left[0]] = {"error": f"exit codes {[process.returncode for process in processes]}"}
         left = [name for name in left if name not in found]
     return found
+
+
+def _others(file: Path) -> Path:
+    """Where the second worker writes."""
+    return file.with_suffix(".others")
+
+
+def _failed(file: Path) -> bool:
+    """Whether a step failed on the first worker: the second may then wait for it."""
+    return not file.exists() or "error" in file.read_text()
 
 
 def _start(names: list[str], kind: str, file: Path) -> list[subprocess.Popen]:
@@ -82,7 +99,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _process(names: list[str], kind: str, file: Path) -> None:
-    """In a process of its own: traces rows, the first worker writes them, and the first that fails is the last."""
+    """In a process of its own: traces rows and writes them, until one fails."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -97,9 +114,9 @@ def _process(names: list[str], kind: str, file: Path) -> None:
             found = traced_rows.measure(rows[name])
         except Exception as error:  # what a step does is that it fails
             found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"}
+        with (_others(file) if rank else file).open("a") as out:
+            print(json.dumps([name, found]), file=out)
         if rank == 0:
-            with file.open("a") as out:
-                print(json.dumps([name, found]), file=out)
             print(name, flush=True)
         if "error" in found or "error on CPUs" in found:
             break

@@ -36,8 +36,10 @@ def test_every_row_keeps_the_rules_of_gpus():
         gathers_rows = name.startswith("predict")  # the outputs, for the caller
         assert facts["to host, bytes of rows"] == 0 or (gathers_rows and " workers" in name), name
         assert facts["between devices, bytes of rows"] == 0 or gathers_rows or name.endswith(SPREAD), name
-        assert facts["one order"] and not facts["gradients in conditions"], name
-        assert facts["between GPUs it fails or is slow"] == [] and facts["no kernel for GPUs"] == [], name
+        assert facts["one order"] and "another worker has" not in facts, name
+        assert not facts["gradients in conditions"], name
+        on_host = ["Split int32"] if name.endswith("sequence") else []  # token ids, which come from the host
+        assert facts["between GPUs it fails or is slow"] == [] and facts["no kernel for GPUs"] == on_host, name
         assert all(" nccl x" in each for each in facts["collectives of a GPU"]), name
         assert " one " not in name or facts["collectives of a GPU"] == [], name
         if name.startswith("fit") and " even" in name and "error on CPUs" not in facts:

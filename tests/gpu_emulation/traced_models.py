@@ -6,6 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfgpu
+
 layers = keras.layers
 ROWS = 13
 """Rows of a replica: a prime number, so that a tensor whose size it divides has a row for each example."""
@@ -28,6 +30,41 @@ def language():
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True))
     outputs = layers.Dense(40, dtype="float32")(x)
     return keras.Model(inputs, outputs), dict(SPARSE), lambda n: (labels((n, 6), 40), labels((n, 6), 40))
+
+
+def blocks():
+    """A language model with a block of the user's own, which has a plan, and one table for words and logits."""
+    inputs = keras.Input((6,), dtype="int32")
+    table = layers.ReversibleEmbedding(40, 8)
+    return (
+        keras.Model(inputs, table(Block(name="block")(table(inputs)), reverse=True)),
+        dict(SPARSE),
+        lambda n: (labels((n, 6), 40), labels((n, 6), 40)),
+    )
+
+
+@keras.saving.register_keras_serializable("traced")
+class Block(layers.Layer):
+    """Attention and a gated feed-forward."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.attention, self.norm = layers.MultiHeadAttention(2, 4), layers.RMSNormalization()
+        self.gate, self.up, self.down = layers.Dense(16, "silu"), layers.Dense(16), layers.Dense(8)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        for layer in (self.norm, self.gate, self.up):
+            layer.build(shape)
+        self.down.build((*shape[:-1], 16))
+
+    def call(self, x):
+        x = x + self.attention(x, x, use_causal_mask=True)
+        normed = self.norm(x)
+        return x + self.down(self.gate(normed) * self.up(normed))
+
+
+tfgpu.parallel.register_plan(Block, {"gate": "column", "up": "column", "down": "row"})
 
 
 def embeddings():
@@ -120,5 +157,6 @@ def labels(shape, count: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, count, shape).astype("int32")
 
 
-MODELS: dict[str, Callable] = {each.__name__: each for each in (cnn, language, embeddings, two_outputs, own_loss, gan)}
+_ALL = cnn, language, blocks, embeddings, two_outputs, own_loss, gan
+MODELS: dict[str, Callable] = {each.__name__: each for each in _ALL}
 """Each makes a model, what `compile` takes besides the optimizer, and the data of so many rows."""

@@ -1,6 +1,7 @@
 """The rows of the table: which step each traces, and what it says of it."""
 
 import contextlib
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -17,11 +18,23 @@ import tfgpu
 
 REPLICAS = {"one": 1, "mirrored-2": 2, "mirrored-8": 8, "workers-2x4": 8}
 _PAIR = ["CPU:1", "CPU:2"]
+_CUTS = {"microbatches": 2, "cuts": ["layer_normalization"]}
+
+
+def _mesh(**sizes: int) -> tfgpu.parallel.Mesh:
+    count = math.prod(sizes.values())
+    return tfgpu.parallel.Mesh(**sizes, devices=[f"CPU:{number + 1}" for number in range(count)])
+
+
 SPREAD = {
     "tensor": lambda model: tfgpu.parallel.tensor(model, devices=_PAIR),
     "pipeline": lambda model: tfgpu.parallel.pipeline(model, 2, 2, devices=_PAIR, cuts=["layer_normalization"]),
+    "sequence": lambda model: tfgpu.parallel.apply(model, _mesh(sequence=2)),
+    "data-tensor": lambda model: tfgpu.parallel.apply(model, _mesh(data=2, tensor=2)),
+    "data-pipeline": lambda model: tfgpu.parallel.apply(model, _mesh(data=2, pipeline=2), **_CUTS),
+    "data-sequence": lambda model: tfgpu.parallel.apply(model, _mesh(data=2, sequence=2)),
 }
-"""Options that spread a model of no strategy over two GPUs."""
+"""Options that spread a model of no strategy over GPUs; with `data`, two copies of it, over four."""
 BATCHES = 4
 
 
@@ -35,7 +48,8 @@ class Row:
         path: `fit`, `loop` (a hand-written one), `evaluate` or `predict`.
         precision: a dtype policy of Keras.
         rows: `even`: static batches that divide evenly; `rest`: batches of any size.
-        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `recompute`, `bfloat16-gradients`, one of `SPREAD` or "".
+        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `recompute`, `bfloat16-gradients`, `packs` (small), one of
+            `SPREAD` or "".
         fast: in `make test`.
     """
 
@@ -88,7 +102,17 @@ _ALL += [Row("embeddings", "workers-2x4", precision="mixed_float16")]
 _ALL += [Row("language", "mirrored-2", option=option) for option in ("accumulation", "xla", "zero-3", "recompute")]
 _ALL += [Row("cnn", strategy, option="zero-1") for strategy in ("mirrored-2", "workers-2x4")]
 _ALL += [Row("cnn", "workers-2x4", option=option) for option in ("xla", "recompute")]
-_ALL += [Row("language", "one", option=option) for option in SPREAD]
+_ALL += [Row("language", "one", option=option) for option in ("tensor", "pipeline")]
+_ALL += [Row("cnn", strategy, option="packs") for strategy in ("mirrored-2", "mirrored-8", "workers-2x4")]
+_ALL += [Row("cnn", "mirrored-2", "loop", option="packs")]
+_ALL += [Row("cnn", "mirrored-2", precision="mixed_float16", option="packs"), Row("gan", "mirrored-2", option="packs")]
+_ALL += [Row("language", "one", option="sequence"), Row("blocks", "one", option="tensor")]
+_ALL += [Row("language", "one", path, option="sequence") for path in ("evaluate", "predict")]
+_ALL += [Row("blocks", "one", path, option="tensor") for path in ("evaluate", "predict")]
+_ALL += [Row("language", "one", precision="mixed_float16", option="sequence")]
+_ALL += [Row("blocks", "one", precision="mixed_float16", option="tensor")]
+_ALL += [Row("language", "mirrored-2", option=f"data-{axis}") for axis in ("tensor", "pipeline", "sequence")]
+_ALL += [Row("blocks", "mirrored-2", option="data-tensor")]
 _FAST = {
     "fit cnn mirrored-2 float32 even",
     "fit language one float32 even",
@@ -107,7 +131,7 @@ def measure(row: Row) -> dict:
     keras.config.set_dtype_policy(row.precision)
     model, failed = None, None
     try:
-        with gpu_way.gpu_way(len(_PAIR) if row.option in SPREAD else local):
+        with gpu_way.gpu_way(2 * local if row.option in SPREAD else local):
             strategy = strategy_of(row, local)
             with tracer.recording() as calls:
                 try:
@@ -134,7 +158,7 @@ def steps_in_a_call(loops) -> str:
 
 def strategy_of(row: Row, local: int) -> tf.distribute.Strategy:
     """The row's strategy, as `tfgpu.strategy` makes it on GPUs."""
-    options = {"reduce_dtype": "bfloat16"} if row.option == "bfloat16-gradients" else {}
+    options = {"bfloat16-gradients": {"reduce_dtype": "bfloat16"}, "packs": {"bytes_per_pack": 256}}.get(row.option, {})
     names = [f"CPU:{number + 1}" for number in range(local)]
     if row.strategy.startswith("workers"):
         return tfgpu.strategy("multi_worker", **options)
@@ -155,7 +179,7 @@ def run(row: Row, strategy: tf.distribute.Strategy, replicas: int) -> keras.Mode
         optimizer = optimizer_of(row)
         if row.path != "loop":
             model.compile(optimizer, jit_compile=row.option == "xla", **compiling)
-    rows = ROWS * (2 if row.option == "pipeline" else replicas)  # a pipeline has two micro-batches
+    rows = ROWS * replicas * (2 if row.option.endswith("pipeline") else 1)  # a pipeline has two micro-batches
     whole = data(rows * BATCHES - (0 if row.rows == "even" else 3))
     source = tf.data.Dataset.from_tensor_slices(whole if row.path != "predict" else whole[:1])
     source = source.batch(rows, drop_remainder=row.rows == "even")

@@ -210,8 +210,9 @@ class Blocks:
         if masks.pairs is not None:
             found.append(self._rows(self._padded(masks.pairs, 2), at, 2))
         if masks.is_causal or masks.window is not None:
-            first = masks.first_query + at * self._size
-            rows, columns = first + tf.range(self._size)[:, None], tf.range(keys)[None, :]
+            first = tf.cast(masks.first_query + at * self._size, tf.int64)  # a GPU compares int32 in host memory
+            rows, columns = (tf.cast(tf.range(count), tf.int64) for count in (self._size, keys))
+            rows, columns = first + rows[:, None], columns[None, :]
             if masks.is_causal:
                 found.append((columns <= rows)[None, None])
             if masks.window is not None:
