@@ -207,18 +207,3 @@ def test_each_replica_may_assign_the_same(caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         fitted(Sets, ["CPU:0", "CPU:1"])
     assert float(OUTSIDE) == 2 and "Sets" not in caplog.text
-
-
-class Counts(Lazy):
-    calls = 0
-
-    def loss_of(self, x, y):
-        self.calls += 1
-        return super().loss_of(x, y) * (1.0 + self.calls % 2)
-
-
-@pytest.mark.slow
-def test_numbers_that_a_step_changes_in_python_are_named(caplog):
-    with caplog.at_level(logging.WARNING, logger="tfgpu"):
-        fitted(Counts, ["CPU:0", "CPU:1"], eager=True)
-    assert "`Counts.train_step` changes numbers in Python (`calls`)" in caplog.text

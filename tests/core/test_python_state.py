@@ -52,13 +52,44 @@ def test_attributes_and_containers():
     holder.queue.append(2)
     holder.new, Holder.shared, holder.numbers = holder.late, 1, []
     assert [holder.draws.random(), holder.python.random(), holder.old.random()] == first
-    assert kept.changed_numbers() == ["shared", "x"]
+    assert kept.changes() == "draws named numbers old python queue shared x".split()
+    assert kept.draws(kept.changes()) == ["draws", "old", "python"]
     kept.put_back()
-    assert not kept.changed_numbers()
+    assert not kept.changes()
     assert holder.numbers is numbers == [1] and list(holder.named.items()) == [("a", 1), ("b", 2)]
     assert (holder.of_python.x, holder.slotted.full, list(holder.queue), Holder.shared) == (1, 1, [1], 0)
     assert not {"new", "late"} & set(vars(holder)) and not hasattr(holder.slotted, "empty")
     assert [holder.draws.random(), holder.python.random(), holder.old.random()] == first
+
+
+def test_global_generators_and_arrays_in_their_place():
+    holder = Holder()
+    holder.table = np.zeros(3)
+    kept = Kept([holder])
+    first, holder.table[0] = (random.random(), np.random.random()), 5.0
+    assert kept.changes() == ["np.random", "random", "table"]
+    kept.put_back()
+    assert holder.table[0] == 0 and (random.random(), np.random.random()) == first
+
+
+def test_each_may_have_its_own():
+    holder = Holder()
+    holder.last = None
+    places = Kept([holder]).places(["shared", "last", "draws", "numbers"])
+    before = [place.value() for place in places]
+    first, holder.shared, holder.last = holder.draws.random(), 3, tf.constant(1.0)
+    holder.numbers.append(2)
+    mine = [place.value() for place in places]
+    for place, value in zip(places, before, strict=True):
+        place.give(value)
+    assert (holder.shared, holder.last, holder.numbers, holder.draws.random()) == (0, None, [1], first)
+    for place, value in zip(places, mine, strict=True):
+        place.give(value)
+    assert (holder.shared, float(holder.last), holder.numbers) == (3, 1.0, [1, 2])
+    holder.last = holder.late  # made once, for all
+    for place, value in zip(places, before, strict=True):
+        place.give(value)
+    assert holder.last is holder.late
 
 
 def test_what_functions_reach():

@@ -30,6 +30,11 @@ def compiled_parts(model: keras.Model) -> list:
     return [*model._flatten_layers(), model._compile_metrics, model._compile_loss, getattr(model, "optimizer", None)]
 
 
+def compiled_losses_and_metrics(model: keras.Model) -> list:
+    """What holds the losses and metrics that `compile` was given; None for missing ones."""
+    return [model._compile_loss, model._compile_metrics]
+
+
 def given_metrics(model: keras.Model) -> list:
     """The `metrics` and `weighted_metrics` that `compile` was given."""
     found = model._compile_metrics

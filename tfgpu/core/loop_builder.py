@@ -73,6 +73,7 @@ class LoopBuilder:
         collectives: per replica, in the step that was traced last.
         sees_whole_batch: the user's step mixes rows and sees the whole batch (`row_mixing.whole_batch`).
         batch_rows: of a full batch, where the data says it.
+        python: what the step changes in Python.
         step_wrapper: runs the steps of wrapped kinds (`step_blocks.StepWrapper`).
         batch_count: counts the batches where workers make them themselves; else None.
     """
@@ -84,6 +85,7 @@ class LoopBuilder:
         self._is_replicated = replication.is_replicated(self._strategy)
         self._step = training.without_optionals(model, step_function)
         self._log_reader, self._averager, self._meter = log_reader, averager, meter
+        self.python = replica_attributes.PythonState()
         self._choices: list = []
         self._own_variables: dict[int, keras.Variable] = {}
         self.varying: dict[LoopKind, bool] = {}
@@ -181,7 +183,8 @@ class LoopBuilder:
             return self._strategy.run(self.run_on_one_device, args=(data, kind.jit, kind.is_wrapped)), since
         if kind.local_updates:
             self._averager.begin(since)
-        values = self._strategy.run(self._run_on_replica, args=(data, kind))
+        with self.python.step():
+            values = self._strategy.run(self._run_on_replica, args=(data, kind))
         if not tf.executing_eagerly():
             found = traffic.collectives_of(tf.compat.v1.get_default_graph())
             self.collectives = found / len(self._strategy.extended.worker_devices)
@@ -210,6 +213,7 @@ class LoopBuilder:
         )
         with (
             self._meter.tracing(kind.local_updates),
+            self.python.on_replica(),
             replica_attributes.of_model(self._model),
             step_context.scope(step=facts, batch_rows=self.batch_rows),
             step_context.xla_scope(facts),

@@ -222,7 +222,10 @@ class StepRunner:
         if not self._is_tried:
             self._is_tried, run = True, self._run()
             self.loops.sees_whole_batch = self._needs_whole_batch(
-                sharded_dataset.spec_of(data), self.loops.batch_rows, arguments=run.arguments if run is not None else {}
+                sharded_dataset.spec_of(data),
+                self.loops.batch_rows,
+                arguments=run.arguments if run is not None else {},
+                python=self.loops.python,
             )
 
     def _loop_of(self, block: Block, jit: bool) -> tuple[Any, LoopKind]:

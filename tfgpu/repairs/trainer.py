@@ -17,7 +17,7 @@ from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, extensions, metric_logs, replication, step_blocks, step_loop
-from tfgpu.core.state import takeover
+from tfgpu.core.state import python_state, takeover
 from tfgpu.core.workers import calls
 from tfgpu.errors import InputError
 from tfgpu.repairs import probing
@@ -79,13 +79,24 @@ def build_from_spec() -> None:
         if iterator is not None and training.strategy_of(self) is not None:
             data_batch = _batch_of(iterator)
         try:
-            with _scope_of(self), _optimizer_built_by_step(self):
+            with _scope_of(self), _optimizer_built_by_step(self), _uncounted(self):
                 return stock(self, None, data_batch)
         except Exception as error:  # a user's model may raise anything
-            if iterator is None or type(self).train_step is TensorFlowTrainer.train_step:
+            is_keras_s = type(self).train_step is TensorFlowTrainer.train_step and not self.run_eagerly
+            if iterator is None or is_keras_s:
                 raise
-            # The data may suit only the model's own `train_step`, which builds the rest in its first run.
+            # The data may suit only the model's own `train_step`, or an eager one, which builds the rest as it runs.
             _log.debug("The model was not built from the data's spec: %s", error)
+
+
+@contextlib.contextmanager
+def _uncounted(model) -> Iterator[None]:
+    """Calls of losses and metrics in the block are none that these count in Python: one device has none there."""
+    kept = python_state.Kept(training.compiled_losses_and_metrics(model), ())
+    try:
+        yield
+    finally:
+        kept.put_back_counts()
 
 
 @contextlib.contextmanager

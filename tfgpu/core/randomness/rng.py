@@ -32,7 +32,7 @@ from tfgpu.compat import slots
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.distribute import PerReplica
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, batch_sharding, extensions, replication, step_context
+from tfgpu.core import batch_rows, batch_sharding, extensions, replica_attributes, replication, step_context
 from tfgpu.core.randomness import row_draws, trace_choices
 from tfgpu.core.randomness.row_draws import DrawShard
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
@@ -84,13 +84,16 @@ def _wrap_run() -> None:
             return _run_within(self, fn)(*args, **(kwargs or {}))
         for observe in extensions.run_observers:
             observe(self, fn, args, kwargs or {})
+        body = getattr(fn, "python_function", fn)
         fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then has nothing left to convert
-        choices = []
+        choices, python = [], replica_attributes.PythonState()
+        changes = slots.get(self, "changes_in_python", {}).get(getattr(body, "__code__", None), ())
+        python.note([body], changes)
 
         @tf.autograph.experimental.do_not_convert
         def with_rows(*args, **kwargs):
             held = [v for v, is_own in zip(tf.nest.flatten((args, kwargs)), is_distributed, strict=True) if is_own]
-            with batch_rows.given(batch_sharding.num_rows(held)), trace_choices.shared(choices):
+            with python.on_replica(), batch_rows.given(batch_sharding.num_rows(held)), trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)

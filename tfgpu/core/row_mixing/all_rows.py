@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, extensions, step_context
-from tfgpu.core.row_mixing import captures, choices, gathering, row_sums, step_recorder, verdicts
+from tfgpu.core import batch_rows, extensions, replica_attributes, step_context
+from tfgpu.core.row_mixing import choices, gathering, row_sums, step_recorder, verdicts
 from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
 from tfgpu.core.trial_cache import code_digest, store
@@ -224,15 +224,20 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
         return Needs.ITS_ROWS
     key = what, *((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
     if key not in known:
-        trial = LossTrial(function, rows, captures.of(owner))
+        trial = LossTrial(function, rows, owner)
         found = store.found(
             what.split()[0],
             (owner, code_digest.rows_of(rows)),
             trial.run,
-            lambda found: None if found is None else {"needs": found.name},
+            lambda found: None if found is None or trial.changes else {"needs": found.name},
             lambda needs: Needs[needs],
         )
         known[key] = (_of_unproven(what, trial, rows) if found is None else _told(what, found, rows)).name
+        if trial.changes:
+            vars(slots.of(owner)).setdefault("changes", {})[key] = sorted(trial.changes)
+            strategy, is_eager = tf.distribute.get_strategy(), tf.executing_eagerly()
+            replica_attributes.tell(f"The {what}", trial, strategy, is_eager=is_eager)
+    replica_attributes.note([owner], slots.get(owner, "changes", {}).get(key, ()), ())
     return Needs[known[key]]
 
 

@@ -105,11 +105,11 @@ def kept_draws(seed: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged(*things: object, layers: Iterable[keras.layers.Layer] | None = None) -> Iterator[None]:
+def unchanged(*things: object, layers: Iterable[keras.layers.Layer] | None = None) -> Iterator[python_state.Kept]:
     """Puts back what Python holds of these things, and of all that they can reach; `layers` as in `Sandbox`."""
     kept = python_state.Kept(things, layers)
     try:
-        yield
+        yield kept
     finally:
         kept.put_back()
 
@@ -134,7 +134,9 @@ class Sandbox:
             with kept_draws(seed), scope:
                 yield scope
             found.assigned, found.has_made = scope.assigned(), bool(scope.made_variables())
-            found.counts = self._kept.changed_numbers()
+            found.changes = self._kept.changes()
+            found.generators = self._kept.draws(found.changes)
+            found.counts = self._kept.counts(found.changes)
             found.one_copy = [key for key in scope.with_one_copy() if key in found.assigned]
         finally:
             self._made += map(weakref.ref, scope.made_variables())

@@ -1,7 +1,9 @@
 """Whether a layer gives each row its own number: it is run on drawn rows, whole and in two parts."""
 
 import copy
+import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolatio
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import TrialShard
 from tfgpu.core.row_mixing.row_sums import Meets
-from tfgpu.core.state import layer_state, sharded_variable
+from tfgpu.core.state import layer_state, python_state, sharded_variable
 
 _MOST = 1 << 20  # numbers of a variable up to which its values are looked at
 
@@ -39,6 +41,9 @@ class Verdict:
     needs: Needs
     why: str = ""
     have_rows: tuple[bool, ...] = ()  # of each output; empty where that is not known
+    changes: tuple[str, ...] = ()  # names of what it changes in Python
+    generators: tuple[str, ...] = ()  # those of them that hold a generator of random numbers
+    counts: tuple[str, ...] = ()  # those of them that hold a number, a text or a container
 
 
 @dataclass
@@ -149,6 +154,9 @@ class LayerTrial:
         self._close = comparison.close_for(getattr(each, "compute_dtype", None) for each in self._within)
         self._recorder = Recorder()
         self._values: list[tf.Tensor] = []
+        self._kept: python_state.Kept | None = None
+        self._changes: set[str] = set()
+        self._runs = itertools.count()
 
     def run(self) -> Verdict:
         """Tries the layer."""
@@ -156,12 +164,16 @@ class LayerTrial:
 
     def _tried(self) -> Verdict:
         self._values = [_stand_in(at, variable) for at, variable in enumerate(self._weights)]
-        with self._captured.preserving_variables(), isolation.unchanged(self._layer, layers=self._within):
+        unchanged = isolation.unchanged(self._layer, layers=self._within)
+        with self._captured.preserving_variables(), unchanged as self._kept:
             try:
                 found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
             except Meets:
                 return Verdict(Needs.ITS_ROWS, "it brings the replicas' rows together by itself")
-        return found.verdict or Verdict(Needs.UNKNOWN, found.why or draws.TOO_MANY)
+        verdict = found.verdict or Verdict(Needs.UNKNOWN, found.why or draws.TOO_MANY)
+        changes = tuple(sorted(self._changes))
+        generators, counts = tuple(self._kept.draws(changes)), tuple(self._kept.counts(changes))
+        return dataclasses.replace(verdict, changes=changes, generators=generators, counts=counts)
 
     def _judged(self, draw: Drawn) -> Verdict | None:
         drawn, rows, is_cut = draw.tensors, draw.rows, draw.is_cut
@@ -220,7 +232,13 @@ class LayerTrial:
         scope = keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False)
         self._recorder.scope, before = scope, isolation.tensors_in(self._within)
         start = dict(scope.state_mapping)
-        with shard.held(), recorder.set_to(self._recorder), layer_state.noting_sums() as added:
+        self._kept.put_back()  # what Python holds is in each run the same; tf.random draws other numbers
+        with (
+            isolation.kept_draws(next(self._runs)),
+            shard.held(),
+            recorder.set_to(self._recorder),
+            layer_state.noting_sums() as added,
+        ):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(floats)
                 with scope:
@@ -230,6 +248,7 @@ class LayerTrial:
                 found = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs) if leaf is not None]
                 tensors = [*found, *(each for each in kept if hasattr(each, "numpy"))]
                 target = _target(tensors, scope.losses, shard) if has_gradients else None
+            self._changes |= set(self._kept.changes())
         gradients = [] if not has_gradients else _gradients(tape, target, floats)
         count = sum(each.dtype.is_floating for each in inputs)
         state = {key: value for key, value in scope.state_mapping.items() if start.get(key) is not value}

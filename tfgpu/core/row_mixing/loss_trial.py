@@ -2,7 +2,6 @@
 
 import enum
 import math
-import random
 from collections.abc import Callable, Iterator
 
 import keras
@@ -44,12 +43,21 @@ class _Apart(keras.StatelessScope):
 class LossTrial:
     """A function is run on drawn rows, all at once and in two parts, outside the step that is traced.
 
+    Args:
+        function: of labels and outputs.
+        rows: what a step calls it with.
+        owner: the loss or metric that has it.
+
     Attributes:
         why: it could not be tried.
+        changes, generators, counts: what it changes in Python, as in `part_trial.Tried`.
     """
 
-    def __init__(self, function: Callable, rows: tuple, captured: captures.Captures):
-        self._function, self._captured = function, captured
+    def __init__(self, function: Callable, rows: tuple, owner: object):
+        self._function, self._owner, self._captured = function, owner, captures.of(owner)
+        self.changes: set[str] = set()
+        self.generators: list[str] = []
+        self.counts: list[str] = []
         self._structure, self._tensors = rows, keras.tree.flatten(rows)
         self._count_true = len(keras.tree.flatten(rows[0]))
         self.why = ""
@@ -65,11 +73,18 @@ class LossTrial:
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
         try:
-            unchanged = self._captured.preserving_variables()
-            with step_context.scope(is_trying=True), tf.init_scope(), isolation.kept_draws(), unchanged:
+            with (
+                step_context.scope(is_trying=True),
+                tf.init_scope(),
+                isolation.kept_draws(),
+                self._captured.preserving_variables(),
+                isolation.unchanged(self._owner, layers=()) as self._kept,
+            ):
                 with tf.device("CPU:0"):  # the same on every worker
                     found = self._judged_all()
-                return found or self._judged_all()  # not every function runs on a CPU
+                found = found or self._judged_all()  # not every function runs on a CPU
+                self.generators, self.counts = self._kept.draws(self.changes), self._kept.counts(self.changes)
+                return found
         except Meets:
             return Needs.ITS_ROWS
 
@@ -98,10 +113,10 @@ class LossTrial:
 
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
         count = int(rows[0].shape[0])
-        random.seed(0)
-        np.random.seed(0)
+        self._kept.put_back()
         with step_context.as_one_device(count), _Apart():
             values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
+            self.changes |= set(self._kept.changes())
             return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
 
     def _judged(self, rows: list[tf.Tensor], *, is_cut: bool) -> Needs | None:

@@ -8,6 +8,7 @@ depends on time or on the data.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, step_context
+from tfgpu.core import batch_rows, replica_attributes, step_context
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, step_recorder, verdicts
 from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
 from tfgpu.core.state import layer_state
@@ -104,8 +105,12 @@ def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     """What a layer of a step needs, never `UNKNOWN`."""
     _build(layer, args, kwargs)
     verdict = _verdict(layer, args, kwargs)
+    replica_attributes.note([layer], verdict.changes, private_layers.layers_within(layer))
     piece = _piece(layer, verdict, args, kwargs)
     told = vars(slots.of(layer)).setdefault("rows_told", [])
+    if verdict.changes and verdict.changes not in told:
+        told.append(verdict.changes)
+        replica_attributes.tell(_named(layer), verdict, tf.distribute.get_strategy(), is_eager=tf.executing_eagerly())
     if verdict.why and verdict.why not in told:
         told.append(verdict.why)
         _tell(layer, verdict, piece)
@@ -160,14 +165,14 @@ def _tried(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
 
     def pack(verdict: Verdict) -> dict | None:
         is_known = verdict.needs is not Needs.UNKNOWN
-        return {"needs": verdict.needs.name, "why": verdict.why, "have_rows": verdict.have_rows} if is_known else None
+        return dataclasses.asdict(verdict) | {"needs": verdict.needs.name} if is_known else None
 
     return store.found(
         "layer",
         (layer, code_digest.rows_of((args, kwargs)), private.is_training()),
         LayerTrial(layer, args, kwargs, _verdict).run,
         pack,
-        lambda needs, why, have_rows: Verdict(Needs[needs], why, tuple(have_rows)),
+        lambda needs, why, **found: Verdict(Needs[needs], why, **{name: tuple(each) for name, each in found.items()}),
     )
 
 

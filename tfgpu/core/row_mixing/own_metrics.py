@@ -3,18 +3,19 @@
 What a metric keeps is summed over replicas when it is read. That is one device's state where each batch adds to it what
 its rows add, as counts and sums do. A metric class that keeps something else (a running maximum, a ratio, a loss's
 mean) is found by a trial, as layers are; its `update_state` then gets all rows on every replica, and counts once.
+So does that of a metric whose state is in Python.
 """
 
 import contextlib
 import logging
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import keras
 import tensorflow as tf
 
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, step_context
+from tfgpu.core import extensions, replica_attributes, step_context
 from tfgpu.core.row_mixing import (
     captures,
     choices,
@@ -76,7 +77,9 @@ def _updated(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict):
     if step_context.current().is_trying or not gathering.may_meet():
         return stock(metric, *args, **kwargs)
     args, kwargs = keras.tree.map_structure(_as_tensor, (args, kwargs))
-    if not gathering.with_rows((args, kwargs)) or not _needs_all(stock, metric, args, kwargs):
+    needed = _needed(stock, metric, args, kwargs) if gathering.with_rows((args, kwargs)) else Needed(False)
+    replica_attributes.note([metric], needed.changes, ())
+    if not needed.all_rows:
         with step_context.scope(losses_are_plain=True):
             return stock(metric, *args, **kwargs)
     args, kwargs = gathering.of_all_replicas((args, kwargs), _named(metric))
@@ -93,11 +96,24 @@ def _named(metric: keras.metrics.Metric) -> str:
     return f"The metric {metric.name!r} ({type(metric).__name__})"
 
 
-def _needs_all(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> bool:
+@dataclass(frozen=True)
+class Needed:
+    """What a metric needs.
+
+    Attributes:
+        all_rows: it keeps something else than sums over rows.
+        changes: names of what it changes in Python.
+    """
+
+    all_rows: bool
+    changes: tuple[str, ...] = ()
+
+
+def _needed(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> Needed:
     choice = choices.of(metric)
     if choice is not None:
         _note(metric, choice == choices.ON_ALL_ROWS, "", verdicts.MARKED, args, kwargs)
-        return choice == choices.ON_ALL_ROWS
+        return Needed(choice == choices.ON_ALL_ROWS)
     known = vars(slots.of(metric)).setdefault("needs_all", {})
     key = fingerprints.of_arguments(args, kwargs)
     if key not in known:
@@ -112,19 +128,19 @@ def _note(metric: keras.metrics.Metric, needs_all: bool, why: str, source: str, 
     return verdicts.note(verdicts.Piece(name, becomes, why, source, size, verdicts.rows_of_batch()))
 
 
-def _found(trial: "MetricTrial", metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> bool:
+def _found(trial: "MetricTrial", metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> Needed:
     found = store.found(
         "metric",
         (metric, code_digest.rows_of((args, kwargs))),
         trial.run,
-        lambda found: None if found is None else {"needs_all": found},
-        lambda needs_all: bool(needs_all),
+        lambda found: None if found is None else asdict(found),
+        lambda all_rows, changes: Needed(bool(all_rows), tuple(changes)),
     )
     if found is None:
-        return _of_unproven(metric, trial.why, args, kwargs)
-    why = "it keeps something else than a sum over rows" if found else ""
-    piece = _note(metric, found, why, verdicts.TRIED, args, kwargs)
-    if found:
+        return Needed(_of_unproven(metric, trial.why, args, kwargs))
+    why = "it keeps something else than a sum over rows" if found.all_rows else ""
+    piece = _note(metric, found.all_rows, why, verdicts.TRIED, args, kwargs)
+    if found.all_rows:
         _log.warning(
             "%s keeps something else than a sum over rows. So that it is what one device computes, its update gets the "
             "rows of all replicas, which travel in every step (%s). A metric that keeps sums and counts, and divides "
@@ -174,18 +190,19 @@ class MetricTrial:
         self._captured = captures.of(metric)
         self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
 
-    def run(self) -> bool | None:
-        """Whether the metric needs all rows; None where it could not be tried."""
+    def run(self) -> Needed | None:
+        """What the metric needs; None where it could not be tried."""
         return isolation.run(self._tried)
 
-    def _tried(self) -> bool | None:
-        with self._captured.preserving_variables(), isolation.unchanged(self._metric, layers=()):
+    def _tried(self) -> Needed | None:
+        with self._captured.preserving_variables(), isolation.unchanged(self._metric, layers=()) as kept:
             try:
                 found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
             except Meets:
-                return False
+                return Needed(False)
+            changes = tuple(kept.changes())
         self.why = found.why or draws.TOO_MANY
-        return found.verdict
+        return None if found.verdict is None else Needed(found.verdict or bool(changes), changes)
 
     def _judged(self, draw: Drawn) -> bool | None:
         drawn = draw.tensors

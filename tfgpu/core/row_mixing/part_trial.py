@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core.row_mixing import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.step_recorder import ROWS, Assigned, Recorder
+from tfgpu.core.state.python_state import GLOBAL_DRAWS
 from tfgpu.errors import InputError
 
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
@@ -44,7 +45,9 @@ class Tried:
         bytes_a_row: of each row, in the outputs of the layers that it calls.
         have_rows: of each of its outputs, whether it has rows of the batch.
         has_shares: a loss that is one number counted by the share of its rows.
-        counts: names of Python's numbers that the code changes, as of a count of its calls.
+        changes: names of what the code changes in Python, as of a count of its calls.
+        generators, counts: those of them that hold a generator of random numbers; a number, a text or a container.
+        makes: it makes variables in its first call.
     """
 
     differs: str | None
@@ -52,7 +55,15 @@ class Tried:
     bytes_a_row: int
     have_rows: list[bool]
     has_shares: bool
+    changes: list[str] = dataclasses.field(default_factory=list)
+    generators: list[str] = dataclasses.field(default_factory=list)
     counts: list[str] = dataclasses.field(default_factory=list)
+    makes: bool = False
+
+    @property
+    def shared(self) -> list[str]:
+        """Names of what replicas cannot have for themselves: by it the code may make something once for all."""
+        return [name for name in self.changes if name not in GLOBAL_DRAWS] if self.makes else []
 
 
 class Trial:
@@ -73,7 +84,10 @@ class Trial:
         self._ways: dict = {}
         self._owners: dict = {}
         self._draws, self._bytes_a_row, self._have_rows, self._has_shares = 0, 0, [], False
+        self._changes: list[str] = []
+        self._generators: list[str] = []
         self._counts: list[str] = []
+        self._makes = False
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
         self._has_told = False
@@ -85,9 +99,8 @@ class Trial:
         Raises:
             CannotTry: it ran on no rows.
         """
-        return Tried(
-            isolation.run(self._found), self._draws, self._bytes_a_row, self._have_rows, self._has_shares, self._counts
-        )
+        differs, shown = isolation.run(self._found), (self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
+        return Tried(differs, *shown, self._changes, self._generators, self._counts, self._makes)
 
     def _found(self) -> str | None:
         self._sandbox = isolation.Sandbox(*self._things)
@@ -152,11 +165,14 @@ class Trial:
             self._calls += 1
             _check_one_copies(whole, self._recorded(batch, 0, total))
             self._calls -= 1
+        self._makes |= whole.has_made
         if whole.has_made and self._calls == 1:
             self._calls = 2  # TensorFlow traces it twice then, and the second trace is the one that stays
             whole = self._recorded(batch, 0, total)
         self._draws, self._bytes_a_row, self._has_shares = whole.draws, whole.bytes_a_row, whole.has_shares
-        self._counts = whole.counts
+        self._changes = sorted({*self._changes, *whole.changes})
+        self._generators = sorted({*self._generators, *whole.generators})
+        self._counts = sorted({*self._counts, *whole.counts})
         if not _is_finite(whole):
             return None
         if whole.derives_tensors and self._normalizes:

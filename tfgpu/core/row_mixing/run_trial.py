@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
-from tfgpu.core import extensions, replication, step_context, worker_rows
+from tfgpu.core import extensions, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import captures, choices, row_sums, verdicts
 from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import Recorder
@@ -79,6 +79,10 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
         if choice is None:
             tried_now = _RunTrial(strategy, fn, (args, kwargs)).found()
             differs = tried_now.differs
+            kept = {} if tried_now.makes else {_code(fn): tried_now.changes}
+            slots.of(strategy).changes_in_python = slots.get(strategy, "changes_in_python", {}) | kept
+            is_eager = tf.executing_eagerly()
+            replica_attributes.tell(name, tried_now, strategy, tried_now.shared, is_eager=is_eager)
             if tried_now.has_shares and not differs:
                 _tell_division(name, captures.names_of(fn, strategy.num_replicas_in_sync))
     except row_sums.Meets:

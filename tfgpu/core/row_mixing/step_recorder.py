@@ -53,7 +53,9 @@ class Recorder:
         outputs: what a `predict_step` returned.
         assigned: variables by `id`, with the value that they would have; those that it has made by their number.
         has_made: it has made variables.
-        counts: names of Python's numbers that it has changed.
+        changes: names of what it has changed in Python (`python_state.Kept.changes`).
+        generators: those of them that hold a generator of random numbers.
+        counts: those of them that hold a number, a text or a container.
         one_copy: keys of those that it has assigned and of which all replicas share one copy.
         derives_tensors: it took gradients with respect to something other than variables.
         draws: how often it drew numbers by `tf.random`.
@@ -75,6 +77,8 @@ class Recorder:
     outputs: list[np.ndarray] = field(default_factory=list)
     assigned: dict[object, Assigned] = field(default_factory=dict)
     has_made: bool = False
+    changes: list[str] = field(default_factory=list)
+    generators: list[str] = field(default_factory=list)
     counts: list[str] = field(default_factory=list)
     one_copy: list = field(default_factory=list)
     derives_tensors: bool = False

@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers, slots, training
-from tfgpu.core import replication, step_context, worker_rows
+from tfgpu.core import replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
+from tfgpu.core.replica_attributes import PythonState
 from tfgpu.core.row_mixing import (
     choices,
     comparison,
@@ -80,6 +81,7 @@ def needs_whole_batch(
     rows: int | None = None,
     have_rows: list | None = None,
     arguments: dict | None = None,
+    python: PythonState | None = None,
 ) -> bool:
     """Whether a step must see the whole batch for one device's result.
 
@@ -91,13 +93,14 @@ def needs_whole_batch(
         have_rows: is given whether each output of a `predict_step` has rows, where the trial shows it.
         arguments: of the `fit` or `evaluate`, by name. Of arrays among them the first rows are tried, and then drawn
             ones. On several workers drawn ones are: all must find the same, whatever each has read.
+        python: is told what the step changes in Python, so that each replica has its own.
 
     Raises:
         InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
             batch (or may have to, if it could not be tried), and each replica holds a part of the weights.
     """
     own = _own_methods(model, step_function)
-    return bool(own) and _Question(model, step_function, spec, own, rows).answer(have_rows, arguments or {})
+    return bool(own) and _Question(model, step_function, spec, own, rows).answer(have_rows, arguments or {}, python)
 
 
 class _Question:
@@ -108,7 +111,7 @@ class _Question:
         self._name = f"`{type(model).__name__}.{own[0]}`"
         self._is_sharded = bool(shard_trial.over_replicas(model))
 
-    def answer(self, have_rows: list | None, arguments: dict) -> bool:
+    def answer(self, have_rows: list | None, arguments: dict, python: PythonState | None) -> bool:
         """Notes what is found, and says it where the step does not simply run by rows."""
         chosen = {choices.of(_function(self._model, each)) for each in self._own} - {None}
         if chosen:
@@ -121,13 +124,7 @@ class _Question:
             return self._unproven(error)
         except row_sums.Meets:
             return self._meets()
-        if tried.counts:
-            _log.warning(
-                "%s changes numbers in Python (%s): each replica does so, and sees what the others have changed, so "
-                "what depends on them differs from one device. Count in a `tf.Variable`, or by `optimizer.iterations`.",
-                self._name,
-                ", ".join(f"`{name}`" for name in tried.counts),
-            )
+        self._keep_python(tried, python)
         if tried.differs:
             self._tell_whole(tried)
             return True
@@ -139,6 +136,14 @@ class _Question:
                 self._name,
             )
         return False
+
+    def _keep_python(self, tried: Tried, python: PythonState | None) -> None:
+        """Gives each replica its own of what the step changes in Python, where nothing is made once for all of them."""
+        if python is not None and not tried.makes:
+            python.note((self._step_function, self._model), tried.changes)
+        shared = tried.changes if python is None else tried.shared
+        strategy, is_eager = self._model.distribute_strategy, self._model.run_eagerly
+        replica_attributes.tell(self._name, tried, strategy, shared, is_eager=is_eager)
 
     def _tried(self, arguments: dict) -> Tried:
         """What the trial finds, in this run or in an earlier one."""
