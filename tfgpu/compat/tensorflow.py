@@ -1,5 +1,6 @@
 """Private parts of TensorFlow's functions, tapes, graphs and kernels."""
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,6 +43,31 @@ def devices_of(operation: str) -> frozenset[str]:
         True
     """
     return frozenset(kernel.device_type for kernel in kernels.get_registered_kernels_for_op(operation).kernel)
+
+
+def operations_without_xla(graph: tf.Graph, kind: str) -> set[str]:
+    """The types of a graph's operations, and of those of its functions, that XLA cannot compile.
+
+    Args:
+        graph: of a function.
+        kind: of device, `"CPU"` or `"GPU"`.
+    """
+    _register_xla()
+    written = graph.as_graph_def()
+    called = {function.signature.name for function in written.library.function}
+    nodes = [*written.node, *(node for function in written.library.function for node in function.node_def)]
+    found = {node.op for node in nodes} - called - _NEEDS_NO_KERNEL
+    return {each for each in found if f"XLA_{kind}_JIT" not in devices_of(each)}
+
+
+_NEEDS_NO_KERNEL = {"Placeholder", "NoOp", "_Arg", "_Retval"}
+
+
+@functools.cache
+def _register_xla() -> None:
+    """TensorFlow registers the kernels of XLA when it compiles for the first time."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        tf.function(lambda x: x + 1.0, jit_compile=True, autograph=False)(tf.constant(1.0))
 
 
 def is_left_to_host(operation: tf.Operation) -> bool:

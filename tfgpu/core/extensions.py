@@ -4,7 +4,8 @@
   (`gradients.GradientExtension`).
 - `error_explanations`: `explain(error, model)` returns the error to raise in place of TensorFlow's, or None.
 - `state_providers`: what a feature adds to the state of a training (`training_state.StateProvider`).
-- `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step.
+- `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step as a whole.
+- `xla_by_calls`: `compiles(model)` says that XLA can compile the calls of such a model's layers, one by one.
 - `run_starts`: `start(run)` is called when `fit` or `evaluate` begins, and may add to the run's lists
   (`step_blocks.Run`).
 - `run_observers`: `observe(strategy, function, args, kwargs)` hears of each `strategy.run` on rows, before it runs.
@@ -52,6 +53,7 @@ gradient_extensions: Registry = Registry()
 error_explanations: Registry = Registry()
 state_providers: Registry = Registry()
 xla_obstacles: Registry = Registry()
+xla_by_calls: Registry = Registry()
 run_starts: Registry = Registry()
 run_observers: Registry = Registry()
 verdict_listeners: Registry = Registry()

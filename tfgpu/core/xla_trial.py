@@ -34,14 +34,22 @@ def enable_auto_jit() -> None:
         if asked not in (None, False, True, "auto"):
             raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
         is_prevented = any(prevents(model) for prevents in extensions.xla_obstacles)
-        if is_prevented and asked is True:
+        by_calls = is_prevented and asked is True
+        if by_calls and not any(compiles(model) for compiles in extensions.xla_by_calls):
             raise InputError(
-                "XLA cannot compile a step whose layers are on several devices or gather parameters from them. "
-                "Compile with jit_compile=False."
+                "XLA can compile neither this model's step nor the calls of its layers, which several devices compute "
+                "together (`sequence`). Compile with jit_compile=False."
             )
         yield
+        slots.of(model).xla_by_calls = by_calls
         if is_prevented:
             model.jit_compile = False
+        if by_calls:
+            _log.info(
+                "jit_compile=True: %r is over several devices. XLA compiles the calls of its layers, forward and "
+                "backward, each on its device; not the loss, the metrics, the update, and what devices exchange.",
+                model.name,
+            )
         may_try = asked == "auto" and not is_prevented and not model.run_eagerly
         slots.of(model).tries_xla = may_try and training.supports_jit(model)
 

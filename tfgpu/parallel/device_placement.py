@@ -22,7 +22,7 @@ from tfgpu.compat import distribute, slots, training, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import surround_gradients
 from tfgpu.core import extensions, gradients, replication, step_context
-from tfgpu.parallel import remote_devices
+from tfgpu.parallel import compiled_calls, remote_devices
 
 _elsewhere = step_context.Slot("placement.elsewhere")
 """The device on which this thread's layers run in place of their own."""
@@ -144,7 +144,9 @@ def run_on(layer: keras.layers.Layer, placement: DevicePlacement, name: str = "c
     @functools.wraps(stock)
     def method(*args, **kwargs):
         with scope(placement):
-            return stock(*args, **kwargs)
+            if name != "call" or slots.get(layer, "compiles_within", False):
+                return stock(*args, **kwargs)
+            return compiled_calls.run(layer, stock, args, kwargs, _elsewhere.get() or placement.local_device)
 
     method.unplaced = stock
     object.__setattr__(layer, name, method)

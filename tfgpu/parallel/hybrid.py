@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tfgpu.core import replication
 from tfgpu.errors import InputError
-from tfgpu.parallel import connection, model_graph, placement, replicas
+from tfgpu.parallel import compiled_calls, connection, model_graph, placement, replicas
 from tfgpu.parallel.device_placement import DevicePlacement, on_devices
 from tfgpu.parallel.expert import execution as expert
 from tfgpu.parallel.mesh import Mesh
@@ -99,6 +99,7 @@ def apply(
         execution.install(model, program)
     if zero in (1, 2):
         sharded_optimizer.shard_over(model, strategy, zero)
+    compiled_calls.allow(model)
     return model
 
 

@@ -18,7 +18,7 @@ from tfgpu.core import replication
 from tfgpu.core.error_messages import in_units
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.parallel import balance, connection, costs, device_placement, model_graph, replicas
+from tfgpu.parallel import balance, compiled_calls, connection, costs, device_placement, model_graph, replicas
 
 Devices = str | Iterable[str]
 
@@ -77,6 +77,7 @@ def place(
         {path: device_placement.on_devices(_found(path, chosen) or first) for path in model_graph.layers_within(model)},
         strategy,
     )
+    compiled_calls.allow(model)
     return model
 
 

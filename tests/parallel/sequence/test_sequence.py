@@ -184,6 +184,12 @@ def test_what_does_not_fit_is_named(mesh, length, message):
         model.fit(np.ones((4, length, 4)), np.ones((4, length, 2)), verbose=0)
 
 
+def test_xla_is_refused():
+    model = apply(keras.Sequential([keras.Input((16, 4)), LAYERS.Dense(2)]), Mesh(sequence=2))
+    with pytest.raises(tfgpu.InputError, match="XLA can compile neither this model's step nor the calls"):
+        model.compile("sgd", "mse", jit_compile=True)
+
+
 @pytest.mark.slow
 def test_a_loss_of_activations_is_refused():
     inputs = keras.Input((4, 4))

@@ -21,7 +21,7 @@ from tfgpu.compat.keras import in_symbolic_scope
 from tfgpu.core import step_context
 from tfgpu.core.randomness import rng
 from tfgpu.errors import InputError
-from tfgpu.parallel import device_placement
+from tfgpu.parallel import compiled_calls, device_placement
 from tfgpu.parallel.tensor import axes, collectives, local_shards, losses
 from tfgpu.parallel.tensor.blocks import Block, split_style
 from tfgpu.parallel.tensor.parallel_layers import take_input_in_parts
@@ -231,11 +231,11 @@ class _Pass:
         if not entry.is_in_region:
             if entry.whole is _UNSET:
                 with self._outside():
-                    entry.whole = stock(*args, **kwargs)
+                    entry.whole = self._compiled(layer, stock, args, kwargs, 0)
             return entry.whole
         if self._at not in entry.parts:
             with self._draws(style):
-                entry.parts[self._at] = stock(*args, **kwargs)
+                entry.parts[self._at] = self._compiled(layer, stock, args, kwargs, self._at)
         return entry.parts[self._at]
 
     def _entry(self, layer: keras.layers.Layer, style) -> _Entry:
@@ -275,7 +275,7 @@ class _Pass:
             return own
         if self._at not in entry.parts:
             given = ((own, *args[1:]), kwargs) if args else ((), {**kwargs, "inputs": own})
-            entry.parts[self._at] = stock(*given[0], **given[1])
+            entry.parts[self._at] = self._compiled(entry.layer, stock, *given, self._at)
         return entry.parts[self._at]
 
     def _row(self, entry: _Entry, stock: Callable, args: tuple, kwargs: dict):
@@ -289,6 +289,10 @@ class _Pass:
                 entry.whole = stock(terms)
         self.close_region()
         return entry.whole
+
+    def _compiled(self, layer: keras.layers.Layer, stock: Callable, args: tuple, kwargs: dict, at: int):
+        """What a sublayer computes on one device, by XLA where that is asked for."""
+        return compiled_calls.run(layer, stock, args, kwargs, self.run.placements[at].local_device)
 
     @contextlib.contextmanager
     def _outside(self) -> Iterator[None]:

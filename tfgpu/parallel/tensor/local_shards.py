@@ -16,6 +16,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
 from tfgpu.core.randomness import rng
 from tfgpu.core.state import sharded_variable
+from tfgpu.parallel import compiled_calls
 
 _now = step_context.Slot("tensor.computing")
 """The `_Computing` of this thread."""
@@ -71,7 +72,8 @@ def draw_seeds_once() -> None:
         if now is None:
             return stock(self, ordered)
         if now.at == 0:
-            now.seeds.append(stock(self, ordered))
+            with compiled_calls.around():  # the other devices take it in functions of their own
+                now.seeds.append(stock(self, ordered))
         now.taken += 1
         return now.seeds[now.taken - 1]
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfgpu.compat.keras import get_mask, in_symbolic_scope, set_mask
 from tfgpu.core import logits
-from tfgpu.parallel import device_placement, model_graph
+from tfgpu.parallel import compiled_calls, device_placement, model_graph
 from tfgpu.parallel.tensor import axes, collectives, losses
 from tfgpu.parallel.tensor.local_shards import computing, draw_seeds_once
 from tfgpu.parallel.tensor.variable_splits import split_variables
@@ -108,9 +108,22 @@ class Segment:
         for at, placement in enumerate(self.placements):
             own = {id(tensor): copies[at] for tensor, copies in zip(self.inputs, inputs, strict=True)}
             with device_placement.scope(placement), computing(at, len(self.placements), self.axis, seeds):
-                model_graph.run(calls, own, operation_fn)
+                self._run_on_one(calls, own, operation_fn, placement.local_device)
             found.append(own)
         return found
+
+    def _run_on_one(self, calls: tuple, values: dict, operation_fn: Callable, device: str) -> None:
+        """Runs calls on one device; where XLA compiles them, it does so together."""
+        if not calls or not compiled_calls.is_wanted():
+            return model_graph.run(calls, values, operation_fn)
+        (last,) = calls[-1].outputs
+
+        def compute():
+            model_graph.run(calls, values, operation_fn)
+            return values[id(last)]
+
+        first = next(layer for call in calls for layer in call.layers)
+        values[id(last)] = compiled_calls.run(first, compute, (), {}, device)
 
     def _joined(self, results: list[tf.Tensor]) -> tf.Tensor:
         """The whole output, from one result per device."""
@@ -139,7 +152,8 @@ def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_plac
         terms = []
         for at, (placement, value) in enumerate(zip(placements, inputs, strict=True)):
             with device_placement.scope(placement), computing(at, len(placements), -1, []):
-                terms.append(axes.term(layer, value))
+                device = placement.local_device
+                terms.append(compiled_calls.run(layer, axes.term, (layer, value), {}, device))
         with device_placement.scope(placements[0]):
             return axes.finished(layer, collectives.sum_terms(terms))
 

@@ -29,7 +29,7 @@ from tfgpu.core.row_mixing import shard_trial
 from tfgpu.core.state import layer_state, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
-from tfgpu.parallel import device_placement, model_graph
+from tfgpu.parallel import compiled_calls, device_placement, model_graph
 from tfgpu.parallel.rematerialization import remat
 from tfgpu.parallel.zero import reduction, sharding
 from tfgpu.repairs import saving
@@ -203,8 +203,9 @@ def _gather_while_running(unit: keras.layers.Layer, gathered: Sequence[GatheredV
 
     def with_variables(*args, **kwargs):
         with _gathered_for(gathered, dtype, (args, kwargs)):
-            return stock(*args, **kwargs)
+            return compiled_calls.run(unit, stock, args, kwargs, sharding.device_of(sharded_variable.shard_of(first)))
 
+    first, slots.of(unit).compiles_within = gathered[0], True
     with_variables.__self__ = next((layer for layer in inner if not isinstance(layer, keras.Model)), None)
     rematerialized = remat.remat(with_variables)
 

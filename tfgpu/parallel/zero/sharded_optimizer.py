@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.core import replication
 from tfgpu.errors import InputError
-from tfgpu.parallel import device_placement, model_graph
+from tfgpu.parallel import compiled_calls, device_placement, model_graph
 from tfgpu.parallel.rematerialization import recomputed_layers
 from tfgpu.parallel.zero import gathered_variable, optimizer_slots, shard_collectives, sharding
 
@@ -80,6 +80,7 @@ def shard_over(
     _check(model, strategy)
     config = sharding.ZeroConfig(stage, offload)
     optimizer_slots.install()
+    compiled_calls.allow(model)
     shard_collectives.learn_ranks(strategy)
     if stage < 3:
         _initialize_deferred(model, strategy)
