@@ -58,6 +58,8 @@ def engine(block: str) -> tuple[str, str] | None:
 
 def together(page: Path) -> list[str]:
     """The blocks that run one after another in one process."""
+    if page.name == "five-minutes.md":  # its scripts run one by one, in test_tutorial.py
+        return []
     return [block for block in blocks(page, "python") if not LAUNCH.match(block) and not engine(block)]
 
 

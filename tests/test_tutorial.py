@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 PAGE = (Path(__file__).parents[1] / "docs" / "start" / "five-minutes.md").read_text()
-BLOCKS = dict(enumerate(re.findall(r"^```py\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE), 1))
+BLOCKS = dict(enumerate(re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE), 1))
 LAST_EPOCH = re.search(r"accuracy: .* - val_loss: [\d.]+", PAGE)[0]
 BOUND = ("--rtol", "1e-4", "--atol", "1e-5")
 TIMEOUT_S = 400

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfgpu
 from tfgpu import repairs
 from tfgpu.core import batch_rows, step_context
 
@@ -325,3 +326,33 @@ def test_attention_dropout_equals_one_device():
         spread_layer = make()
     got = spread(lambda x: spread_layer(x, x, training=True), values, (2, 2, 1, 1))
     np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda: [keras.layers.Dropout(0.5, seed=1)],
+        lambda: [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)],
+        lambda: [keras.layers.GaussianNoise(0.5, seed=1), keras.layers.GaussianDropout(0.2, seed=2)],
+        lambda: [keras.layers.AlphaDropout(0.3, seed=1)],
+    ],
+    ids=["dropout", "after BatchNormalization", "normal", "alpha"],
+)
+def test_a_compiled_step_with_an_uneven_batch_draws_what_one_device_draws(noise):
+    """XLA's clusters leave out draws whose size is known only at run time; TensorFlow's kernels draw other numbers."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(37, 6)).astype("float32"), rng.normal(size=(37, 1)).astype("float32")
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), *noise(), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=True)
+        losses = model.fit(x, y, 16, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [*model.get_weights(), np.asarray(losses)]
+
+    one = trained(tfgpu.strategy("one_device", devices="CPU:0"))
+    for devices in (2, 3):
+        for a, b in zip(trained(tfgpu.strategy("mirrored", devices=devices)), one, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

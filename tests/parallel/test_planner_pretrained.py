@@ -90,7 +90,7 @@ def test_a_step_takes_what_is_predicted(rows, lora):
 
 
 def test_the_command_plans_a_published_model(capsys):
-    asked = ["plan", "--pretrained", "llama3-8b", "--devices", "2", "--memory", "24GB"]
+    asked = ["plan", "--pretrained", "llama3-8b", "--devices", "2", "--device-memory", "24GB"]
     assert _execute([*asked, "--lora", "16", "--weights", "int4"]) == 0
     assert "llama3-8b: 8.0 billion parameters" in capsys.readouterr().out
     assert _execute(asked) == 1  # nothing fits

@@ -297,6 +297,11 @@ class Subclassed(keras.Model):
         return x
 
 
+def called(model):
+    model(np.ones((1, 2), "float32"))
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -314,7 +319,8 @@ class Subclassed(keras.Model):
             lambda: tensor(small(kernel_constraint="max_norm"), devices=2, plan={"a": "column"}),
             "the constraint MaxNorm",
         ),
-        (lambda: tensor(Subclassed(), devices=2), "has no graph"),
+        (lambda: tensor(Subclassed(), devices=2), "is not built"),
+        (lambda: tensor(called(Subclassed()), devices=2), "has no graph"),
         (lambda: tensor(small(), devices=1), "needs two devices or more"),
         (lambda: tensor(small(), "data", devices=2), "is called 'tensor'"),
         (lambda: tensor(small(), mesh=mesh(pipeline=2, tensor=2)), "parallel.apply"),

@@ -24,7 +24,7 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import recipe, trust
 from tfgpu.recipes.reading import read
 from tfgpu.training import incremental
-from tfgpu.tune import plan
+from tfgpu.tune import spec
 
 EVIL = "import pathlib\n\ndef run(**_):\n    pathlib.Path('mark').touch()\n"
 
@@ -284,4 +284,4 @@ def test_non_string_names_are_refused_before_training(tmp_path):
 def test_a_file_that_is_no_study_is_damaged(text, tmp_path):
     (tmp_path / "study.yaml").write_text(text)
     with pytest.raises(InputError, match="is damaged: `"):
-        plan.plan_for(tmp_path, None, None, {}, resume=True)
+        spec.spec_for(tmp_path, None, None, {}, resume=True)

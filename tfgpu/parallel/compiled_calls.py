@@ -50,7 +50,14 @@ def allow(model: keras.Model) -> None:
 extensions.xla_by_calls.register(lambda model: slots.get(model, "compiles_calls", False))
 
 
-def run(layer: keras.layers.Layer, stock: Callable, args: tuple, kwargs: dict, device: str) -> object:
+def run(
+    layer: keras.layers.Layer,
+    stock: Callable,
+    args: tuple,
+    kwargs: dict,
+    device: str,
+    by_pieces: Callable | None = None,
+) -> object:
     """Calls what a layer computes on one device, compiled by XLA if the model that runs asks for it.
 
     Args:
@@ -58,17 +65,20 @@ def run(layer: keras.layers.Layer, stock: Callable, args: tuple, kwargs: dict, d
         stock: takes and returns tensors in any structure.
         args, kwargs: its arguments.
         device: the name of the device.
+        by_pieces: of several calls, what computes the same in pieces that are compiled by themselves.
     """
     if not is_wanted() or in_symbolic_scope() or tf.executing_eagerly():
         return stock(*args, **kwargs)
     refused = vars(slots.of(layer)).setdefault("xla_refused", {})
-    if is_training() not in refused:
+    key = is_training(), by_pieces is None
+    if key not in refused:
         try:
             return _Call(layer, stock, args, kwargs, device).run()
         except _Cannot as error:
-            refused[is_training()] = str(error)
-            _tell(layer, str(error))
-    return stock(*args, **kwargs)
+            refused[key] = str(error)
+            if by_pieces is None:
+                _tell(layer, str(error))
+    return (by_pieces or stock)(*args, **kwargs)
 
 
 def is_wanted() -> bool:

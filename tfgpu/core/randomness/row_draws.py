@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat.tensorflow import tensor_util
+from tfgpu.compat.tensorflow import is_compiled_by_xla, tensor_util
 from tfgpu.core import batch_rows, step_context
 from tfgpu.core.randomness.tensor_origin import DATA, WEIGHTS, origin_of
 
@@ -125,6 +125,8 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
         seed: int32 of shape [2].
         dtype: dtype of the numbers, which determines the group size.
     """
+    if _is_outside_clusters(rows):
+        return _by_xla(lambda given: draw(operation, given, seed, dtype), rows)
     group = 2 if tf.as_dtype(dtype).size == 8 else 4
     each = rows.static[1:].num_elements()
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
@@ -146,10 +148,35 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
     return out
 
 
+def _is_outside_clusters(rows: RowDraw) -> bool:
+    """Whether XLA's clusters leave a draw out: its size is known only at run time."""
+    is_compiled = is_compiled_by_xla(tf.compat.v1.get_default_graph())
+    return step_context.is_in_xla() and not is_compiled and not rows.static.is_fully_defined()
+
+
+def _by_xla(compute: Callable, rows: RowDraw) -> tf.Tensor:
+    """Draws in a function that XLA compiles for each size that comes.
+
+    TensorFlow's kernels would draw other numbers than those of one device, whose step XLA compiles as a whole.
+    """
+    with step_context.outside_xla():
+        like, whole = tf.zeros(rows.shape, tf.bool), tf.zeros([rows.total], tf.bool)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def drawn(like, whole, start):  # XLA knows the sizes of arguments
+        shape = tf.shape(like)
+        return compute(RowDraw(shape, rows.static, start, shape[0], tf.shape(whole)[0]))
+
+    return drawn(like, whole, rows.start)
+
+
 def take(operation: Callable, rows: RowDraw) -> tf.Tensor:
     """Draws the global batch's numbers with `operation(shape)` and takes this replica's rows."""
+    if _is_outside_clusters(rows):
+        return _by_xla(lambda given: take(operation, given), rows)
     whole = operation(tf.concat([[rows.total], rows.shape[1:]], 0))
-    out = whole[rows.start : rows.start + rows.local]
+    begin = tf.concat([[rows.start], tf.zeros_like(tf.shape(whole)[1:])], 0)
+    out = tf.slice(whole, begin, tf.concat([[rows.local], tf.shape(whole)[1:]], 0))
     out.set_shape(rows.static[:1].concatenate(out.shape[1:]))
     return out
 

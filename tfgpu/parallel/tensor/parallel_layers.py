@@ -123,7 +123,13 @@ class Segment:
             return values[id(last)]
 
         first = next(layer for call in calls for layer in call.layers)
-        values[id(last)] = compiled_calls.run(first, compute, (), {}, device)
+        def one_by_one():
+            for call in calls:
+                self._run_on_one((call,), values, operation_fn, device)
+            return values[id(last)]
+
+        by_pieces = one_by_one if len(calls) > 1 else None
+        values[id(last)] = compiled_calls.run(first, compute, (), {}, device, by_pieces)
 
     def _joined(self, results: list[tf.Tensor]) -> tf.Tensor:
         """The whole output, from one result per device."""

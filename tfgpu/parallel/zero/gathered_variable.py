@@ -198,7 +198,7 @@ def _gather_while_running(unit: keras.layers.Layer, gathered: Sequence[GatheredV
         inner: the unit and the layers within it.
     """
     if not gathered:
-        return
+        return _compile_while_running(unit)
     stock, dtype = unit.call, _common_narrow_dtype(inner)
 
     def with_variables(*args, **kwargs):
@@ -217,6 +217,19 @@ def _gather_while_running(unit: keras.layers.Layer, gathered: Sequence[GatheredV
             return stock(*args, **kwargs)  # cannot be recomputed: each variable is gathered where it is read, and kept
         is_in_remat = isinstance(get_stateless_scope(), (remat.RecordingScope, remat.ReplayScope))
         return (with_variables if is_in_remat else rematerialized)(*args, **kwargs)
+
+    object.__setattr__(unit, "call", functools.update_wrapper(call, stock, updated=()))
+
+
+def _compile_while_running(unit: keras.layers.Layer) -> None:
+    """Lets XLA compile a unit without sharded variables too: dropout then draws XLA's numbers, as one device does."""
+    stock = unit.call
+
+    def call(*args, **kwargs):
+        context = replication.replica_context()
+        if context is None:
+            return stock(*args, **kwargs)
+        return compiled_calls.run(unit, stock, args, kwargs, tf.nest.flatten(context.devices)[0])
 
     object.__setattr__(unit, "call", functools.update_wrapper(call, stock, updated=()))
 
