@@ -102,6 +102,15 @@ def test_code_of_several_processes_runs(page, block, tmp_path):
     run(["-m", "tfgpu", *words], block, page=page, folder=tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_script_of_the_readme_trains_in_several_processes(tmp_path):
+    readme = ROOT / "README.md"
+    (script,) = together(readme)
+    run(["-m", "tfgpu", "launch", "-n", "2", "train.py"], script, page=readme, folder=tmp_path)
+    assert (tmp_path / "run" / "epoch-0005").exists()
+
+
 @pytest.fixture
 def folder(tmp_path):
     """What the blocks with an engine find beside them: a folder of photos."""
