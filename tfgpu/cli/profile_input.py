@@ -87,6 +87,14 @@ def profile_input(
         _show_workers(measured)
 
 
+def _table(*columns: tuple[str, str]) -> Table:
+    """A table without lines; each column has a heading and a side."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in columns:
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
+
+
 def _show_input(measured: Any) -> None:
     console = Console(highlight=False)
     about = measured.facts
@@ -96,18 +104,14 @@ def _show_input(measured: Any) -> None:
         f"batches of {about['global_batch']:,}, {', '.join(about['devices'])}, {about['cores']} CPU cores\n",
         markup=False,
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("", "left"), ("examples/s", "right"), ("spread", "right"), ("", "left")):
-        table.add_column(heading, justify=justify, overflow="fold")
+    table = _table(("", "left"), ("examples/s", "right"), ("spread", "right"), ("", "left"))
     for name, label in (("input", "input alone"), ("model", "model alone"), ("together", "together")):
         rate = getattr(measured, name)
         mark = "[yellow]the bottleneck[/]" if name == measured.bottleneck else ""
         table.add_row(f"[bold]{label}[/]", f"{rate.median:,.0f}", f"{rate.spread:.0%}", mark)
     console.print(table)
     console.print(f"\n{escape(measured.advice)}\n", soft_wrap=True)
-    tried = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("the input with", "left"), ("examples/s", "right"), ("ratio", "right"), ("", "left")):
-        tried.add_column(heading, justify=justify, overflow="fold")
+    tried = _table(("the input with", "left"), ("examples/s", "right"), ("ratio", "right"), ("", "left"))
     for trial in measured.trials:
         color = "green" if trial.ratio >= 1.1 else "red" if trial.ratio <= 0.9 else "none"
         tried.add_row(
@@ -127,9 +131,7 @@ def _show_workers(measured: Any) -> None:
         f"batches of {about['global_batch']:,}, {about['cores']} CPU cores\n",
         markup=False,
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("", "left"), ("examples/s", "right"), ("spread", "right"), ("CPU µs each", "right")):
-        table.add_column(heading, justify=justify, overflow="fold")
+    table = _table(("", "left"), ("examples/s", "right"), ("spread", "right"), ("CPU µs each", "right"))
     for name, label in (("alone", "one device"), ("worker", "a worker")):
         rate = getattr(measured, name)
         table.add_row(
@@ -139,9 +141,7 @@ def _show_workers(measured: Any) -> None:
     console.print(
         f"\n{measured.workers} such workers, each with a machine like this, supply {measured.supply:,.0f} examples/s.\n"
     )
-    done = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("stage", "left"), ("work / share", "right"), ("", "left")):
-        done.add_column(heading, justify=justify, overflow="fold")
+    done = _table(("stage", "left"), ("work / share", "right"), ("", "left"))
     for stage in measured.stages:
         everywhere = "on every worker" if stage.work == measured.workers else ""
         note = ", ".join(filter(None, (everywhere, stage.note)))

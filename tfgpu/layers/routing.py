@@ -207,7 +207,7 @@ class Routes:
         return tf.reduce_sum(found * tf.cast(self.weights, found.dtype)[..., None], 1)
 
     def _places(self) -> tf.Tensor:
-        """[tokens, choices], in a row of all experts' places; the one after the last where there is none."""
+        """[tokens, choices]: the index among the places of all experts; one past the last for a dropped choice."""
         return tf.where(self.is_kept, self.experts * self.size + self.places, self.num_experts * self.size)
 
     def _choice_of_each_place(self) -> tf.Tensor:

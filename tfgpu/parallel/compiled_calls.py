@@ -258,7 +258,7 @@ class _Call:
                 found = function()
 
             def gradient(*upstream):
-                wanted = sorted(came)  # of another result the gradient is not zero: there is none
+                wanted = sorted(came)  # only results that have a gradient: zeros in its place would count as one
                 came.clear()
                 with tf.device(self._device):
                     return tape.gradient(

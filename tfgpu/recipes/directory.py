@@ -115,7 +115,8 @@ def claim(
     with contextlib.ExitStack() as held:
         with _reported(Path(output or "runs")):
             path, made = _make(Path(output)) if output else _make_fresh(recipe)
-            _lock(path, held)
+            taken = f"{str(path)!r} contains another run, which is still running. Wait for it, or use another --output."
+            lock(path, held, taken)
             # Another process may have written since the first check.
             _check_content(path, resume=resume, overwrite=overwrite)
             _repair(path, resume=resume)
@@ -231,17 +232,16 @@ def _make_fresh(recipe: Recipe) -> tuple[Path, list[Path]]:
             number += 1
 
 
-def _lock(path: Path, held: contextlib.ExitStack) -> None:
+def lock(path: Path, held: contextlib.ExitStack, error: str) -> None:
+    """Holds the folder for this process until `held` closes; raises an InputError with `error` if another has it."""
     if fcntl is None:
         return
-    lock = os.open(path, os.O_RDONLY)
-    held.callback(os.close, lock)
+    opened = os.open(path, os.O_RDONLY)
+    held.callback(os.close, opened)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(
-            f"{str(path)!r} contains another run, which is still running. Wait for it, or use another --output."
-        ) from None
+        raise InputError(error) from None
     except OSError:  # some network file systems cannot lock directories
         return
 

@@ -1,7 +1,6 @@
 """The definition of a study in `study.yaml`, which a resumed study must match; and the lock of its folder."""
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,11 @@ from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.directory import lock
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.trust import refuse_code, refuse_code_searched
 from tfgpu.tune import space
 from tfgpu.tune.space import Space
-
-try:
-    import fcntl
-except ImportError:  # On Windows, two studies in one folder are not detected.
-    fcntl = None
 
 FILE = "study.yaml"
 _DEFAULTS = {"sampler": "tpe", "pruner": "median", "monitor": "val_error", "seed": 0}
@@ -135,7 +130,7 @@ def claimed(spec: StudySpec, *, resume: bool) -> Iterator[Path]:
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder, held)
+            lock(folder, held, f"A study is running in {str(folder)!r}. Give another folder.")
             if not resume:
                 head = "# Resume this study: tfgpu tune --resume --output FOLDER\n"
                 atomic.write_text(folder / FILE, head + yaml.safe_dump(spec.as_plain(), sort_keys=False))
@@ -164,14 +159,3 @@ def _explicit(base: Recipe, searched: Space) -> Recipe:
     own = models.defaults_of(base.model)
     known = {name: own[name] for name in missing if isinstance(own.get(name), str | int | float)}
     return recipes.make({**base.model_dump(mode="json"), **known})
-
-
-def _lock(folder: Path, held: contextlib.ExitStack) -> None:
-    if fcntl is None:
-        return
-    lock = os.open(folder, os.O_RDONLY)
-    held.callback(os.close, lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"A study is running in {str(folder)!r}. Give another folder.") from None

@@ -40,10 +40,10 @@ class Place(Protocol):
     key: tuple
 
     def value(self) -> object:
-        """What is there."""
+        """The value that the place holds."""
 
     def give(self, value: object) -> None:
-        """Puts back what was there."""
+        """Sets the value that the place holds."""
 
 
 class Content:

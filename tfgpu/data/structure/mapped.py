@@ -9,7 +9,7 @@ _CHUNK_BYTES = 1 << 26
 
 
 class Mapped:
-    """Joins one array per file into one array, whose rows are read and converted on demand.
+    """Presents several arrays, one per file, as one. Rows are read and converted on demand.
 
     Args:
         sources: memory-mapped arrays; all rows have the same shape and dtype.

@@ -40,7 +40,7 @@ def find(model: keras.Model, groups: Groups) -> list[Bank]:
     """The layers that hold experts.
 
     Raises:
-        InputError: there is none, or one cannot be spread over the devices of a group.
+        InputError: the model has no experts, or a layer's experts cannot be spread over the devices of a group.
     """
     found = []
     for path, layer in {"": model, **model_graph.layers_within(model)}.items():
