@@ -28,7 +28,11 @@ from typing import Annotated
 
 import typer
 
-CASES = {"whole weights, 2 workers": (2, 0), "ZeRO stage 3, 4 workers": (4, 3)}
+CASES = {
+    "whole weights, 2 workers": (2, 0),
+    "ZeRO stage 3, 2 workers": (2, 3),
+    "ZeRO stage 3, 4 workers": (4, 3),
+}
 KERAS_FILES = {
     "on each of 4 replicas": (0,),
     "ZeRO stage 3 on 4 replicas": (3,),
