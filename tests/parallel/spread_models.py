@@ -39,11 +39,20 @@ def masked(policy="float32"):
     return keras.Model(inputs, keras.layers.Dense(4, name="last")(x))
 
 
+def tied(policy="float32"):
+    """One table, looked up in the first stage and multiplied with in the last."""
+    inputs = keras.Input((6,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(4, 8, name="table")
+    x = keras.layers.Dropout(0.2)(keras.layers.Dense(8, "relu", name="middle")(table(inputs)))
+    return keras.Model(inputs, table(keras.layers.Dense(8, "relu", name="last")(x), reverse=True))
+
+
 MODELS = {
     mlp: ((8,), "float32", ()),
     cnn: ((8, 8, 1), "float32", ()),
     transformer: ((6,), "int32", (6,)),
     masked: ((6,), "int32", (6,)),
+    tied: ((6,), "int32", (6,)),
 }
 
 

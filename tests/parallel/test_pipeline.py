@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from spread_models import assert_equal, cnn, data_for, fit, made, masked, mlp, on_one_device, transformer
+from spread_models import assert_equal, cnn, data_for, fit, made, masked, mlp, on_one_device, tied, transformer
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint
@@ -27,6 +27,7 @@ CASES = {
     "float16": (mlp, {"policy": "mixed_float16"}, dict(stages=2, microbatches=4, cuts=["third"])),
     "batch normalization": (cnn, {}, dict(stages=3, microbatches=4)),
     "transformer": (transformer, {"weights": None}, dict(stages=4, microbatches=4)),
+    "tied table": (tied, {"weights": None}, dict(stages=2, microbatches=3, cuts=["last"])),
     "mask": (masked, {"weights": None}, dict(stages=3, microbatches=4, cuts=["lstm", "last"])),
 }
 FAST = "1f1b", "mask"
@@ -107,6 +108,12 @@ def test_stages_are_where_they_were_put():
         layer.name: layer.kernel.value.values[0].device[-5:] for layer in model.layers if hasattr(layer, "kernel")
     }
     assert devices == {"first": "CPU:2", "second": "CPU:2", "third": "CPU:3", "last": "CPU:3"}
+
+
+def test_a_table_of_two_stages_is_where_the_logits_are():
+    model = pipeline(made(tied), 2, 4, cuts=["last"], devices=["CPU:2", "CPU:3"])
+    table, middle = (model.get_layer(name).weights[0].value.values[0].device[-5:] for name in ("table", "middle"))
+    assert (table, middle) == ("CPU:3", "CPU:2")
 
 
 def fixed():

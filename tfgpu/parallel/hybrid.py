@@ -286,7 +286,9 @@ def _partition(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitionin
     if found.is_empty:
         model_graph.functional(model)  # raises if there is no graph
         reasons = "; ".join(f"{layer.path}: {layer.reason}" for layer in found.layers[:3])
-        raise InputError(f"No layer of {model.name!r} can be split into {mesh.tensor} shards ({reasons}).")
+        quantized = any("quantized" in layer.reason for layer in found.layers)
+        fix = " Quantized layers stay whole: spread the model by `shard(model, 3)` or in a pipeline." * quantized
+        raise InputError(f"No layer of {model.name!r} can be split into {mesh.tensor} shards ({reasons}).{fix}")
     for graph, calls in found.calls:
         model_graph.replace_calls(graph, calls)
     return found

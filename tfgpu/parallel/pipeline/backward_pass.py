@@ -122,14 +122,19 @@ class BackwardPass(SectionPass):
 def _plus(total, gradient, rows):
     """A running sum, so that the gradients of all micro-batches need not be kept until the last; slices are listed.
 
+    A table that one stage looks up and another multiplies with (tied embeddings) has slices and whole gradients, whose
+    sum is whole, as on one device.
+
     Args:
         total: the sum so far; or a list of slices, each with the rows of its micro-batch; or None.
         gradient: of a micro-batch.
         rows: of that micro-batch.
     """
-    if isinstance(gradient, tf.IndexedSlices):
+    if isinstance(gradient, tf.IndexedSlices) and (total is None or isinstance(total, list)):
         return [*(total or []), (gradient, rows)]
-    return gradient if total is None else total + gradient
+    if isinstance(total, list):
+        total = tf.add_n([tf.convert_to_tensor(slices) for slices, _ in total])
+    return gradient if total is None else total + tf.convert_to_tensor(gradient)
 
 
 def _latest(total) -> tf.Tensor:

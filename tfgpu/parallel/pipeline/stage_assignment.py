@@ -156,11 +156,15 @@ def _named(calls, cuts: Sequence[str], stages: int) -> list[int]:
 
 
 def _spans(calls) -> list[tuple[int, int]]:
-    """The first and the last call of each layer."""
+    """The first and the last call of each layer, but for tables: a lookup keeps no state, and costs next to nothing.
+
+    So a table that computes the logits as well lies where these are computed, and looks up ids for the first stage.
+    """
     places: dict[int, list[int]] = {}
     for at, call in enumerate(calls):
         for layer in call.layers:
-            places.setdefault(id(layer), []).append(at)
+            if not isinstance(layer, keras.layers.Embedding):
+                places.setdefault(id(layer), []).append(at)
     return [(found[0], found[-1]) for found in places.values()]
 
 
