@@ -10,10 +10,10 @@ with LoRA, accumulation over two batches besides.
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -21,9 +21,10 @@ import numpy as np
 import tfgpu
 from tfgpu.parallel import Mesh, apply, memory_by_device
 
-WORDS, LENGTH, ROWS, BATCH = 32, 5, 6, 4
-SIZES = {"num_layers": 1, "hidden_dim": 16, "intermediate_dim": 64}
-GROUPED = {"num_query_heads": 4, "num_key_value_heads": 2}
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.finetune_models import FAMILIES, MIXTURES, Size, adapt
+
+BATCH = 4
 LAYOUTS = {
     "tensor 2": {"tensor": 2},
     "data 2 x tensor 2": {"data": 2, "tensor": 2},
@@ -32,103 +33,14 @@ LAYOUTS = {
     "data 2 x expert 2": {"data": 2, "expert": 2},
 }
 CLIP = {"full": {"global_clipnorm": 0.5}, "LoRA": {"clipnorm": 0.1, "gradient_accumulation_steps": 2}}
-
-
-def hub():
-    return importlib.import_module("keras_hub").models
-
-
-def text():
-    draw = np.random.default_rng(0)
-    ids = draw.integers(1, WORDS, (ROWS, LENGTH))
-    there = (np.arange(LENGTH) < 2 + np.arange(ROWS)[:, None] % 4).astype("int32")
-    return ids * there, there
-
-
-def next_words():
-    ids, there = text()
-    return {"token_ids": ids, "padding_mask": there}, np.roll(ids, -1, 1), there.astype("float32")
-
-
-def causal(kind, **sizes):
-    """A language model with a backbone of this kind, and its data."""
-    backbone = getattr(hub(), f"{kind}Backbone")(WORDS, dropout=0.1, **{**SIZES, **sizes})
-    return getattr(hub(), f"{kind}CausalLM")(backbone, preprocessor=None), next_words()
-
-
-def bert():
-    backbone = hub().BertBackbone(WORDS, num_heads=2, max_sequence_length=LENGTH, **SIZES)
-    ids, there = text()
-    positions = np.sort(np.argsort(np.random.default_rng(1).random((ROWS, LENGTH)), 1)[:, :2])
-    given = {"token_ids": ids, "padding_mask": there, "segment_ids": np.zeros_like(ids), "mask_positions": positions}
-    words, weights = (np.take_along_axis(each, positions, 1) for each in (ids, there))
-    return hub().BertMaskedLM(backbone, preprocessor=None), (given, words, weights.astype("float32"))
-
-
-def vit():
-    draw = np.random.default_rng(0)
-    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 64}
-    rates = {"dropout_rate": 0.1, "attention_dropout": 0.1}
-    backbone = hub().ViTBackbone((16, 16, 3), (8, 8), **sizes, **rates)
-    pictures, kinds = draw.normal(size=(ROWS, 16, 16, 3)).astype("float32"), draw.integers(0, 3, ROWS)
-    return hub().ViTImageClassifier(backbone, 3, preprocessor=None), (pictures, kinds, None)
-
-
-def whisper():
-    sizes = {"num_mels": 4, "max_encoder_sequence_length": 8, "max_decoder_sequence_length": LENGTH}
-    backbone = hub().WhisperBackbone(WORDS, num_heads=2, dropout=0.1, **sizes, **SIZES)
-    given, words, weights = next_words()
-    sounds = np.random.default_rng(0).normal(size=(ROWS, 8, 4)).astype("float32")
-    given = {"encoder_features": sounds, "decoder_token_ids": given["token_ids"], "decoder_padding_mask": weights}
-    inputs = backbone.input
-    logits = backbone.token_embedding(backbone(inputs)["decoder_sequence_output"], reverse=True)
-    return keras.Model(inputs, logits), (given, words, weights)
-
-
-QWEN_MOE = {"moe_intermediate_dim": 8, "shared_expert_intermediate_dim": 12, "num_experts": 4, "top_k": 2}
-FAMILIES = {
-    "gemma": lambda: causal("Gemma", **GROUPED, head_dim=4),
-    "gemma, one key head": lambda: causal("Gemma", num_query_heads=4, num_key_value_heads=1, head_dim=4),
-    "llama": lambda: causal("Llama", **GROUPED),
-    "llama3": lambda: causal("Llama3", num_query_heads=4, num_key_value_heads=1),
-    "qwen3": lambda: causal("Qwen3", **GROUPED, head_dim=4),
-    "mistral": lambda: causal("Mistral", **GROUPED),
-    "mixtral": lambda: causal("Mixtral", **GROUPED, num_experts=4),
-    "qwen_moe": lambda: causal("QwenMoe", **GROUPED, **QWEN_MOE),
-    "gpt2": lambda: causal("GPT2", num_heads=2, max_sequence_length=LENGTH),
-    "bert": bert,
-    "vit": vit,
-    "whisper": whisper,
-}
-QWEN3_MOE = {"moe_intermediate_dim": 8, "num_experts": 4, "top_k": 2, "head_dim": 4}
-MIXTURES = {
-    "mixtral": FAMILIES["mixtral"],
-    "qwen_moe": FAMILIES["qwen_moe"],
-    "qwen3_moe": lambda: causal("Qwen3Moe", **GROUPED, **QWEN3_MOE),
-    "gpt_oss": lambda: causal("GptOss", **GROUPED, num_experts=4, head_dim=4),
-}
 TABLE = [name for name in FAMILIES if name not in ("llama", "mistral")]
-
-
-def lora(model):
-    """LoRA on queries and values, as KerasHub does it."""
-    for layer in model._flatten_layers(include_self=False):
-        layer.trainable = False
-    for layer in model._flatten_layers(include_self=False):
-        if layer.name in ("query", "value") and layer.weights:
-            layer.trainable = True
-            layer.enable_lora(2)
-    return model
 
 
 def made(family, kind):
     keras.utils.set_random_seed(1)
-    model, data = (FAMILIES | MIXTURES)[family]()
+    model, data = (FAMILIES | MIXTURES)[family](Size())
     if kind == "LoRA":
-        lora(model)
-        for layer in model._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False):  # else nothing flows through the first matrix
-                layer.lora_kernel_b.assign(np.random.default_rng(2).normal(size=layer.lora_kernel_b.shape) * 0.1)
+        adapt(model)
     return model, data
 
 
