@@ -48,7 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to a notebook lead to its page."""
-    return re.sub(r"\]\((?:\.\./)?notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
+    # In the repository notebooks/ lies beside docs/, in the site within it: one step up less.
+    return re.sub(r"\]\((?:\.\./)?((?:\.\./)*)notebooks/(\w+)\.ipynb\)", r"](\1notebooks/\2.md)", markdown)
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:

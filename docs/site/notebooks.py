@@ -1,11 +1,14 @@
 """The notebooks as pages with their output. Those that have not run yet, as they stand now, are run.
 
     python docs/site/notebooks.py
+
+Two of them install KerasHub where it is missing.
 """
 
 import hashlib
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -54,6 +57,7 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
     pictures = {f"{path.stem}_{name}": content for name, content in resources["outputs"].items()}
     for name in resources["outputs"]:
         text = text.replace(f"]({name})", f"]({path.stem}_{name})")
+    text = re.sub(r"\]\((\d+_\w+)\.ipynb", r"](\1.md", text)  # links between notebooks
     return text.replace("](../docs/", "](../"), pictures
 
 
@@ -66,14 +70,21 @@ def _result(path: Path) -> Path:
     return RESULTS / f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}.ipynb"
 
 
+def _processor_time_s() -> float:
+    """Of the processes that this one started and that have ended; unlike seconds, it hardly grows on a busy machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Runs what is missing, each in a folder of its own."""
     for path in missing():
         folder = RESULTS / "work" / path.stem
         folder.mkdir(parents=True, exist_ok=True)
-        begin = time.monotonic()
+        begin, before = time.monotonic(), _processor_time_s()
         run(path, folder=folder)
-        print(f"{path.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        taken = time.monotonic() - begin
+        print(f"{path.name}: {taken:.0f} s, {_processor_time_s() - before:.0f} s of processor time", flush=True)
 
 
 if __name__ == "__main__":
