@@ -284,28 +284,32 @@ def _table(plans: list[Plan], *, wide: bool) -> Table:
     """One row per layout; a wide terminal also shows the parts of the memory and of the traffic."""
     size, unit = _unit(plans[0].memory.peak, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3})
     second, time_unit = _unit(plans[0].step_time_s, {"s": 1, "ms": 1e-3, "µs": 1e-6})
-    headings = ["\ndata", "pipe-\nline", "ten-\nsor", "\nZeRO", "accu-\nmulate", "micro-\nbatches", "\nschedule"]
-    headings += ["re-\ncompute", f"memory,\n{unit}"]
+    experts = any(one.layout.expert > 1 for one in plans)
+    headings = ["\ndata", "pipe-\nline", *(["ex-\npert"] if experts else []), "ten-\nsor", "\nZeRO"]
+    headings += ["accu-\nmulate", "micro-\nbatches", "\nschedule", "re-\ncompute", f"memory,\n{unit}"]
     headings += ["para-\nmeters", "\nslots", "gra-\ndients", "acti-\nvations"] if wide else []
     headings += ["sent:\ndata", "pipe-\nline", "ten-\nsor"] if wide else [f"sent,\n{unit}"]
+    headings += ["ex-\npert"] if wide and experts else []
     headings += [f"step,\n{time_unit}", "\nidle"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "\nschedule" else "right", no_wrap=True)
     for at, one in enumerate(plans):
-        table.add_row(*_cells(one, wide, size, second), style="bold" if at == 0 else None)
+        table.add_row(*_cells(one, wide, size, second, experts), style="bold" if at == 0 else None)
     return table
 
 
-def _cells(one: Plan, wide: bool, size: float, second: float) -> list[str]:
+def _cells(one: Plan, wide: bool, size: float, second: float, experts: bool) -> list[str]:
     layout, memory, sent = one.layout, one.memory, one.sent
-    cells = [f"{layout.data:,}", str(layout.pipeline), str(layout.tensor), str(layout.zero or "-")]
+    cells = [f"{layout.data:,}", str(layout.pipeline), *([str(layout.expert)] if experts else [])]
+    cells += [str(layout.tensor), str(layout.zero or "-")]
     cells += [str(layout.accumulate) if layout.accumulate > 1 else "-"]
     cells += [str(layout.microbatches), layout.schedule] if layout.pipeline > 1 else ["-", "-"]
     cells += ["yes" if layout.recompute else "-"]
     sizes = [memory.peak]
     sizes += [memory.parameters, memory.slots, memory.gradients, memory.activations] if wide else []
     sizes += [sent.data, sent.pipeline, sent.tensor] if wide else [sent.total]
+    sizes += [sent.expert] if wide and experts else []
     cells += [_digits(each / size) if each else "-" for each in sizes]
     return [*cells, _digits(one.step_time_s / second), f"{layout.idle:.0%}" if layout.idle else "-"]
 

@@ -45,7 +45,7 @@ def find(model: keras.Model, groups: Groups) -> list[Bank]:
     found = []
     for path, layer in {"": model, **model_graph.layers_within(model)}.items():
         plan = block_plans.plan_for(type(layer))
-        names = () if plan is None else _names(layer, plan)
+        names = () if plan is None else variables_of(layer, plan)
         if names and all(layer is not bank.layer for bank in found):
             found.append(Bank(path, layer, plan, names))
     if not found:
@@ -62,8 +62,12 @@ def find(model: keras.Model, groups: Groups) -> list[Bank]:
     return found
 
 
-def _names(layer: keras.layers.Layer, plan: TensorPlan) -> tuple[str, ...]:
-    """The variables of experts; none if the plan is another kind's."""
+def variables_of(layer: keras.layers.Layer, plan: TensorPlan) -> tuple[str, ...]:
+    """The names of a layer's attributes that hold weights of experts; none if the plan is another kind's.
+
+    Raises:
+        InputError: the plan names an attribute that is no weight of the layer.
+    """
     weights = {name: style for name, style in plan.styles.items() if name != "call"}
     if "call" not in plan.styles or any(style != 0 for style in weights.values()):
         return ()

@@ -13,7 +13,10 @@ The rules, for Ψ parameters on a device, of V bytes each, and D copies of the m
 Under a mixed policy, Keras keeps variables, gradients and slots in float32 and casts kernels where they are used; the
 casts count as activations. Activations grow before gradients exist, so the peak is less than the sum of all maxima.
 
-Source: Rajbhandari et al., ZeRO, 2020; Narayanan et al., 2021; Korthikanti et al., 2022.
+Along `expert`, E devices hold 1 / E of the experts each and run them on the tokens of all E; their gradients are summed
+over `data` alone, all others over both. A device's share of the tokens stays the same if experts are used equally.
+
+Source: Lepikhin et al., GShard, 2020; Rajbhandari et al., ZeRO, 2020; Narayanan et al., 2021; Korthikanti et al., 2022.
 """
 
 from collections.abc import Sequence
@@ -68,10 +71,11 @@ class Sent:
     data: float = 0
     pipeline: float = 0
     tensor: float = 0
+    expert: float = 0
 
     @property
     def total(self) -> float:
-        return self.data + self.pipeline + self.tensor
+        return self.data + self.pipeline + self.tensor + self.expert
 
 
 def slots_of(optimizer: str | int) -> int:
@@ -123,8 +127,8 @@ def memory(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: in
 
 def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: float, slots: int) -> Memory:
     """Bytes on a device of one stage, with `rows` examples in a micro-batch; other arguments are those of `memory`."""
-    size, tensor, zero, copies = work.variable_bytes, layout.tensor, layout.zero, layout.data
-    variables, trained = size * stage.sum.parameters(tensor), size * stage.sum.trainable(tensor)
+    size, tensor, zero, copies, expert = work.variable_bytes, layout.tensor, layout.zero, layout.data, layout.expert
+    variables, trained = size * stage.sum.parameters(tensor, expert), size * stage.sum.trainable(tensor, expert)
     parameters, gradients = variables, trained
     if zero == 3:
         parameters = min(variables, variables / copies + size * stage.largest_parameters(tensor))
@@ -153,9 +157,9 @@ def _loss(work: Workload, layout: Layout, rows: float) -> float:
 def _activations(stage: Stage, layout: Layout, at: int, rows: float) -> float:
     under_way = layout.under_way(at)
     if layout.recompute:
-        kept = under_way * stage.inputs(rows) + stage.largest_segment(rows, layout.tensor)
+        kept = under_way * stage.inputs(rows) + stage.largest_segment(rows, layout.tensor, layout.expert)
     else:
-        kept = under_way * stage.sum.kept(rows, layout.tensor)
+        kept = under_way * stage.sum.kept(rows, layout.tensor, layout.expert)
     if layout.pipeline > 1 and layout.schedule == "gpipe":  # what the previous stage sent, for all of them
         kept += layout.microbatches * rows * stage.sum.takes
     return kept
@@ -163,24 +167,27 @@ def _activations(stage: Stage, layout: Layout, at: int, rows: float) -> float:
 
 def _walk(stage: Stage, layout: Layout, rows: float, size: int) -> float:
     """The peak of a backward pass: what earlier blocks keep, and the gradients of later ones."""
-    kept, gradients = stage.sum.kept(rows, layout.tensor), 0.0
+    kept, gradients = stage.sum.kept(rows, layout.tensor, layout.expert), 0.0
     most = kept
     for block in reversed(stage.blocks):
-        gradients += size * block.trainable(layout.tensor)
+        gradients += size * block.trainable(layout.tensor, layout.expert)
         most = max(most, kept + gradients)
-        kept -= block.kept(rows, layout.tensor)
+        kept -= block.kept(rows, layout.tensor, layout.expert)
     return most
 
 
 def sent(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int) -> Sent:
     """Bytes sent in a step by the device that sends the most; arguments are those of `memory`."""
-    copies, tensor = layout.data, layout.tensor
+    copies, tensor, expert = layout.copies, layout.tensor, layout.expert
     rows = batch / copies
     passes = layout.forwards + 1
     once = (copies - 1) / copies * work.variable_bytes
     trained = once * max(stage.sum.trainable(tensor) for stage in stages)
     variables = once * max(stage.sum.parameters(tensor) for stage in stages)
     reductions = layout.accumulate if layout.zero else 1
+    if expert > 1:
+        held = work.variable_bytes * max(stage.sum.experts for stage in stages)
+        trained += (layout.data - 1) / layout.data * held / expert - (copies - 1) / copies * held
     data = (1 if layout.zero >= 2 else 2) * trained * reductions
     if layout.zero == 3:
         data += 2 * variables * reductions  # gathered for the forward pass, and again for the backward pass
@@ -188,4 +195,6 @@ def sent(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int)
         data += trained
     reduced = max(stage.sum.reduces for stage in stages) * rows * passes
     crossing = max((stage.sum.takes for stage in stages[1:]), default=0) * rows * passes
-    return Sent(data, crossing, 2 * (tensor - 1) / tensor * reduced)
+    spread, dealt = (max(getattr(stage.sum, name) for stage in stages) for name in ("spreads", "exchanges"))
+    exchanged = rows * passes * ((expert - 1) * spread + (expert - 1) / expert * dealt)
+    return Sent(data, crossing, 2 * (tensor - 1) / tensor * reduced, exchanged)

@@ -20,6 +20,8 @@ class Layout:
         data: copies of the model.
         pipeline: stages; see `Mesh`.
         tensor: shards of large layers; see `Mesh`.
+        expert: devices that share the experts of a mixture, each with rows of its own; see `Mesh`. It goes with `data`
+            and `accumulate` alone.
         zero: 1 shards the optimizer's slots over the copies, 2 also gradients, 3 also parameters; 0 shards nothing.
         accumulate: `gradient_accumulation_steps`: parts of the batch, each of which is one step.
         microbatches: parts that the pipeline splits each of these into.
@@ -29,7 +31,7 @@ class Layout:
             `"microbatch"`: each micro-batch has a loss and a gradient of its own, as in Megatron-LM.
 
     Raises:
-        InputError: a number is below 1, or a name is unknown.
+        InputError: a number is below 1, a name is unknown, or `expert` is combined with what it does not go with.
 
     Example:
         >>> str(Layout(data=2, pipeline=4, microbatches=8))
@@ -45,9 +47,10 @@ class Layout:
     schedule: str = "1f1b"
     recompute: bool = False
     loss: str = "batch"
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "tensor", "accumulate", "microbatches"):
+        for name in ("data", "pipeline", "tensor", "accumulate", "microbatches", "expert"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"`{name}` must be a whole number from 1. Received: {getattr(self, name)!r}.")
         if self.zero not in (0, 1, 2, 3):
@@ -56,15 +59,24 @@ class Layout:
             raise unknown("schedule", self.schedule, SCHEDULES)
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, LOSSES)
+        if self.expert > 1 and (self.pipeline > 1 or self.tensor > 1 or self.zero or self.recompute):
+            raise InputError(
+                f"`expert` goes with `data` alone. Received: {self}. Leave out stages, tensor, ZeRO and recomputation."
+            )
 
     @property
     def devices(self) -> int:
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.tensor * self.expert
+
+    @property
+    def copies(self) -> int:
+        """The devices among which the rows of a batch are dealt, but for those of one copy."""
+        return self.data * self.expert
 
     @property
     def parts(self) -> int:
         """The number of equal parts that the batch is split into."""
-        return self.data * self.accumulate * self.microbatches
+        return self.copies * self.accumulate * self.microbatches
 
     @property
     def forwards(self) -> int:
@@ -86,7 +98,8 @@ class Layout:
         return min(self.pipeline - stage, self.microbatches)
 
     def __str__(self) -> str:
-        axes = [f"{name} {getattr(self, name)}" for name in ("data", "pipeline", "tensor") if getattr(self, name) > 1]
+        names = ("data", "pipeline", "expert", "tensor")
+        axes = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1]
         extra = [f"ZeRO {self.zero}"] if self.zero else []
         extra += [f"{self.accumulate} accumulated"] if self.accumulate > 1 else []
         extra += [f"{self.microbatches} micro-batches, {self.schedule}"] if self.pipeline > 1 else []
@@ -99,7 +112,7 @@ def tensor_sizes(devices: int, per_host: int) -> list[int]:
     return [size for size in _divisors(devices) if size <= per_host]
 
 
-def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str) -> Iterator[Layout]:
+def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str, experts: int = 1) -> Iterator[Layout]:
     """All layouts that multiply to the devices and divide the model and the batch, each once.
 
     ZeRO 2 is combined with no pipeline, whose stages keep the full sum of their gradients until the step ends. ZeRO 3
@@ -108,7 +121,11 @@ def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str
     Args:
         stages: for each possible size of the tensor axis, the largest number of stages.
         devices, batch, loss: as for `plan`.
+        experts: the number that the size of the expert axis divides.
     """
+    for expert in _divisors(math.gcd(devices, experts))[1:]:
+        for accumulate, _ in _parts(batch // devices, 1) if batch % devices == 0 else ():
+            yield Layout(devices // expert, accumulate=accumulate, loss=loss, expert=expert)
     for tensor, blocks in stages.items():
         for pipeline in _divisors(devices // tensor):
             data = devices // tensor // pipeline

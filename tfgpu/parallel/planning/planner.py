@@ -112,7 +112,7 @@ def plan(
     works = {size: work.along(size) for size in layouts.tensor_sizes(devices, per_host)}
     stages = {size: cut.most_stages for size, cut in works.items() if cut is not None}
     cuts, best = {}, {}
-    for layout in layouts.candidates(devices, batch, stages=stages, loss=loss):
+    for layout in layouts.candidates(devices, batch, stages=stages, loss=loss, experts=work.experts):
         if not _can_train(work, layout):
             continue
         key = layout.tensor, layout.pipeline
@@ -158,6 +158,11 @@ def predict(
     if cut is None:
         sizes = "for which `parallel.tensor` can split a layer" if work.cutter else f"that divides {work.heads}"
         raise InputError(f"{work.name!r} can be split along a tensor axis of a size {sizes}. Received: {layout}.")
+    if work.experts % layout.expert:
+        raise InputError(
+            f"{work.name!r} can be spread along an expert axis of a size that divides {work.experts}, its number of "
+            f"experts. Received: {layout}."
+        )
     if layout.pipeline > cut.most_stages:
         raise InputError(f"{work.name!r} can be split into {cut.most_stages} stages at most. Received: {layout}.")
     if not _can_train(work, layout):
@@ -184,7 +189,8 @@ def _predicted(work, stages, layout, device, *, batch, slots, room, per_host, ef
 def _order(one: Plan) -> tuple:
     """Sorts what fits before what does not, then by time (to three digits), simplicity, and memory."""
     layout = one.layout
-    plain = (layout.zero, layout.recompute, layout.pipeline, layout.tensor, layout.accumulate, layout.microbatches)
+    plain = (layout.zero, layout.recompute, layout.pipeline, layout.tensor * layout.expert)
+    plain += (layout.accumulate, layout.microbatches)
     return (one.lacks_bytes, float(f"{one.step_time_s:.3g}"), plain, one.memory.peak)
 
 

@@ -19,7 +19,7 @@ WEIGHTS = MappingProxyType({"float32": 4.0, "bfloat16": 2.0, "int8": 1 + _SCALES
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder with grouped queries, a gated MLP, RMS norms and rotary positions (Llama, Gemma).
+    """The sizes of a decoder with grouped queries, a gated MLP, RMS norms and rotary positions (Llama, Gemma, Mixtral).
 
     Attributes:
         name: such as `"llama3-8b"`.
@@ -28,10 +28,12 @@ class Decoder:
         heads: attention heads of queries.
         groups: heads of keys and values.
         head: units of a head.
-        mlp: units of the gate.
+        mlp: units of the gate; of an expert's, if there are experts.
         vocabulary: number of tokens.
         is_tied: whether the table of tokens makes the logits too.
         source: where the sizes are published.
+        experts: the MLPs of a block, of which a router chooses for each token; 1 without experts.
+        norms_heads: whether queries and keys are normalized, by weights of their own.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Decoder:
     vocabulary: int
     is_tied: bool
     source: str = ""
+    experts: int = 1
+    norms_heads: bool = False
 
     @property
     def parameters(self) -> int:
@@ -54,20 +58,32 @@ class Decoder:
             8030261248
         """
         tables = self.vocabulary * self.hidden * (1 if self.is_tied else 2)
-        return tables + self.layers * (self._kernels + 2 * self.hidden) + self.hidden
+        return tables + self.layers * (self._kernels + self._whole) + self.hidden
 
     @property
     def _kernels(self) -> int:
-        """The numbers in a block's kernels."""
+        """The numbers in a block's kernels that the tensor axis splits."""
         width = self.hidden
-        return width * (2 * self.heads * self.head + 2 * self.groups * self.head) + 3 * width * self.mlp
+        return width * (2 * self.heads * self.head + 2 * self.groups * self.head) + self.experts * 3 * width * self.mlp
+
+    @property
+    def _of_experts(self) -> int:
+        """Those of experts."""
+        return self.experts * 3 * self.hidden * self.mlp if self.experts > 1 else 0
+
+    @property
+    def _whole(self) -> int:
+        """The numbers in a block's norms and router."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return 2 * self.hidden + router + (2 * self.head if self.norms_heads else 0)
 
     def workload(
         self, sequence: int, precision: str = "mixed_bfloat16", *, lora: int | None = None, weights: str = "float32"
     ) -> Workload:
         """The model's blocks for `planner.plan`.
 
-        What a block keeps for its backward pass is counted as for training all weights, which LoRA needs less of.
+        What a block keeps for its backward pass is counted as for training all weights, which LoRA needs less of. Each
+        expert runs on every token, as KerasHub's mixtures do; the router then weighs the results.
 
         Args:
             sequence: tokens of an example.
@@ -109,33 +125,50 @@ class Decoder:
         heads = self.groups if self.groups > 1 else self.heads
         outputs = 4 * sequence * self.vocabulary
         segments = tuple(range(len(blocks)))
-        return Workload(self.name, blocks, variable, precision, outputs, heads, segments, len(blocks))
+        return Workload(self.name, blocks, variable, precision, outputs, heads, self.experts, segments, len(blocks))
 
     def _block(self, at: int, length: int, variable: int, number: int, each: float, lora: int | None) -> Block:
         width, queries, keys = self.hidden, self.heads * self.head, self.groups * self.head
         scores = 8 + (number if number < 4 else 0)  # before and after the float32 softmax, and cast
-        kept = number * (4 * queries + 2 * keys + 4 * self.mlp)
+        kept = number * (4 * queries + 2 * keys + self.experts * 4 * self.mlp)
+        results = self.experts * width if self.experts > 1 else 0  # of all experts, before the router weighs them
+        routed = 2 * results + 8 * self.experts if results else 0
+        experts = self._of_experts
         return self._part(
             f"block{at + 1}",
             self._kernels,
-            2 * width,
+            self._whole,
             each,
             lora,
+            experts=experts,
             adapters=0 if lora is None else lora * (width * (self.heads + self.groups) + 2 * self.head),
-            kept_split=length * (kept + scores * self.heads * length),
+            kept_split=length * (kept + number * routed + scores * self.heads * length),
             kept_whole=length * (3 * number * width + 16 * width),
             casts=number * self._kernels if number < variable or each < 1 else 0,
+            casts_experts=number * experts if number < variable or each < 1 else 0,
             takes=number * length * width,
             flops=2 * length * self._kernels + 4 * length * length * queries,
             reduces=2 * number * length * width,
+            spreads=number * length * width if experts else 0,
+            exchanges=number * length * results,
         )
 
     def _part(
-        self, name: str, split: int, whole: int, each: float, lora: int | None, *, adapters: int = 0, **others: float
+        self,
+        name: str,
+        split: int,
+        whole: int,
+        each: float,
+        lora: int | None,
+        *,
+        experts: int = 0,
+        adapters: int = 0,
+        **others: float,
     ) -> Block:
         if lora is None:
-            return Block(name, split=split, whole=whole, **others)
-        return Block(name, whole=adapters, frozen=whole, frozen_split=each * split, **others)
+            return Block(name, split=split, whole=whole, experts=experts, **others)
+        frozen = {"frozen": whole, "frozen_split": each * split, "frozen_experts": each * experts}
+        return Block(name, whole=adapters, **frozen, **others)
 
 
 _LLAMA = "https://huggingface.co/meta-llama/Meta-Llama-3-{}/blob/main/config.json"
@@ -149,6 +182,17 @@ DECODERS = MappingProxyType(
             ),
             Decoder("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128_256, False, _LLAMA.format("8B")),
             Decoder("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128_256, False, _LLAMA.format("70B")),
+            Decoder(
+                *("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32_000, False),
+                "https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json",
+                experts=8,
+            ),
+            Decoder(
+                *("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, False),
+                "https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json",
+                experts=128,
+                norms_heads=True,
+            ),
         )
     }
 )

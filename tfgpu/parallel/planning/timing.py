@@ -31,10 +31,11 @@ def compute_s(
 def sending_s(layout: Layout, bytes_sent: Sent, device: Device, *, per_host: int) -> float:
     """Seconds in which the devices send, with no overlap with computation.
 
-    Neighbors along `tensor` are adjacent devices, then those along `pipeline`, then those along `data`. An axis that
+    Neighbors along `tensor` are adjacent devices, then those along `expert`, `pipeline` and `data`. An axis that
     spans more than one host uses the links between hosts.
     """
-    reach = {"tensor": layout.tensor, "pipeline": layout.tensor * layout.pipeline, "data": layout.devices}
+    pair = layout.tensor * layout.expert
+    reach = {"tensor": layout.tensor, "expert": pair, "pipeline": pair * layout.pipeline, "data": layout.devices}
     return sum(
         getattr(bytes_sent, axis) / (device.bandwidth if size <= per_host else device.host_bandwidth)
         for axis, size in reach.items()

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.pipeline import sections
-from tfgpu.parallel.planning import tensor_split
+from tfgpu.parallel.planning import expert_split, tensor_split
 from tfgpu.parallel.planning.workload import Block, Workload, in_segments
 
 _ROWS = 4
@@ -107,10 +107,11 @@ def _described(
         ways: the size of the tensor axis.
     """
     split = split or tensor_split.TensorSplit()
+    experts = expert_split.split(calls)
     size = next((_bytes(v) // max(1, math.prod(v.shape)) for v in model.trainable_variables), 4)
     free = [at for at in _places(model, calls) if not any(first < at <= last for first, last in split.spans)]
     blocks = [
-        _block(model, calls, costs, range(begin, end), given if begin == 0 else 0, split, ways, size)
+        _block(model, calls, costs, range(begin, end), given if begin == 0 else 0, split, ways, size, experts)
         for begin, end in itertools.pairwise([0, *free, len(calls)])
     ]
     return Workload(
@@ -119,19 +120,28 @@ def _described(
         size,
         model.dtype_policy.name,
         outputs=sum(_row_bytes(tensor) for tensor in model_graph.functional(model).outputs),
+        experts=experts.count,
         segments=in_segments([block.kept_whole + block.kept_split for block in blocks]),
         most_stages=1 if any(map(sections.is_known_to_mix_rows, calls)) else len(blocks),
         loss_splits=split.loss_splits,
     )
 
 
-def _block(model, calls, costs, inner: range, given: float, split: tensor_split.TensorSplit, ways: int, size) -> Block:
+def _block(
+    model, calls, costs, inner: range, given: float, split: tensor_split.TensorSplit, ways: int, size, experts
+) -> Block:
     """One block: the calls at the positions `inner`, with parameters of `size` bytes."""
     owned = [variable for at in inner for variable in costs[at].variables]
 
     def count(trains: bool, is_split: bool) -> int:
         mine = [v for v in owned if v.trainable == trains and (id(v) in split.variables) == is_split]
         return sum(map(_bytes, mine)) // size
+
+    def of_experts(trains: bool) -> int:
+        return sum(_bytes(v) for v in owned if v.trainable == trains and id(v) in experts.variables) // size
+
+    def of_calls(found: dict[int, float]) -> float:
+        return sum(found.get(at, 0) for at in inner)
 
     def total(name: str, among) -> float:
         return sum(getattr(costs[at], name) for at in inner if at in among)
@@ -142,15 +152,20 @@ def _block(model, calls, costs, inner: range, given: float, split: tensor_split.
         whole=count(True, False),
         frozen=count(False, False),
         frozen_split=count(False, True),
+        experts=of_experts(True),
+        frozen_experts=of_experts(False),
         kept_split=total("kept", split.kept),
         kept_whole=total("kept", set(inner) - split.kept) + given,
         casts=total("casts", inner),
         casts_whole=total("casts", set(inner) - split.flops) if ways > 1 else 0,
+        casts_experts=min(of_calls(experts.casts), total("casts", inner)),
         takes=sum(_row_bytes(tensor) for tensor in _crossing(model, calls, inner[0])),
         flops=total("flops", inner),
         flops_whole=total("flops", set(inner) - split.flops) if ways > 1 else 0,
         # As for an all-reduce, which sends 2 (ways - 1) / ways of it in the forward and the backward pass.
-        reduces=sum(split.sent.get(at, 0.0) for at in inner) * ways / 4,
+        reduces=of_calls(split.sent) * ways / 4,
+        spreads=of_calls(experts.spreads),
+        exchanges=of_calls(experts.exchanges),
     )
 
 

@@ -33,14 +33,19 @@ class Block:
         whole: trainable parameters that are whole.
         frozen: parameters that no optimizer changes, whole.
         frozen_split: the same, split.
+        experts: those of `split` that are experts', which the expert axis divides.
+        frozen_experts: those of `frozen_split`.
         kept_split: bytes kept for the backward pass for each example, split.
         kept_whole: the same, whole.
         casts: bytes kept for each pass, whatever its rows, above all 16-bit copies of kernels; includes `casts_whole`.
         casts_whole: those that are not split.
+        casts_experts: those of experts.
         takes: bytes of its input for each example.
         flops: of the forward pass for each example; includes `flops_whole`.
         flops_whole: those that are not split.
         reduces: bytes that the tensor axis sums in a forward pass for each example, and again in a backward pass.
+        spreads: bytes of each example that go to every other device along the expert axis, in each pass.
+        exchanges: bytes of each example that are dealt to all devices along it, in each pass.
     """
 
     name: str
@@ -48,29 +53,36 @@ class Block:
     whole: int = 0
     frozen: int = 0
     frozen_split: int = 0
+    experts: int = 0
+    frozen_experts: int = 0
     kept_split: float = 0
     kept_whole: float = 0
     casts: float = 0
     casts_whole: float = 0
+    casts_experts: float = 0
     takes: float = 0
     flops: float = 0
     flops_whole: float = 0
     reduces: float = 0
+    spreads: float = 0
+    exchanges: float = 0
 
-    def kept(self, rows: float, tensor: int) -> float:
+    def kept(self, rows: float, tensor: int, expert: int = 1) -> float:
         """Bytes that a forward pass over so many rows keeps for its gradient."""
         casts = (self.casts - self.casts_whole) / tensor + self.casts_whole
+        casts -= (1 - 1 / expert) * self.casts_experts
         return rows * (self.kept_split / tensor + self.kept_whole) + casts
 
     def operations(self, tensor: int) -> float:
         """Operations of the forward pass for each example, on the device that has the most."""
         return (self.flops - self.flops_whole) / tensor + self.flops_whole
 
-    def parameters(self, tensor: int) -> float:
-        return (self.split + self.frozen_split) / tensor + self.whole + self.frozen
+    def parameters(self, tensor: int, expert: int = 1) -> float:
+        elsewhere = (1 - 1 / expert) * (self.experts + self.frozen_experts)
+        return (self.split + self.frozen_split) / tensor + self.whole + self.frozen - elsewhere
 
-    def trainable(self, tensor: int) -> float:
-        return self.split / tensor + self.whole
+    def trainable(self, tensor: int, expert: int = 1) -> float:
+        return self.split / tensor + self.whole - (1 - 1 / expert) * self.experts
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,8 @@ class Stage:
         """Bytes kept where segments are recomputed: the inputs of each."""
         return rows * sum(segment[0].takes for segment in self.segments)
 
-    def largest_segment(self, rows: float, tensor: int) -> float:
-        return max(kind.kept(rows, tensor) for kind in self.kinds)
+    def largest_segment(self, rows: float, tensor: int, expert: int = 1) -> float:
+        return max(kind.kept(rows, tensor, expert) for kind in self.kinds)
 
     def largest_trainable(self, tensor: int) -> float:
         return max(kind.trainable(tensor) for kind in self.kinds)
@@ -113,8 +125,8 @@ class Stage:
 
 
 _SUMMED = (
-    *("split", "whole", "frozen", "frozen_split", "kept_split", "kept_whole"),
-    *("casts", "casts_whole", "flops", "flops_whole", "reduces"),
+    *("split", "whole", "frozen", "frozen_split", "experts", "frozen_experts", "kept_split", "kept_whole"),
+    *("casts", "casts_whole", "casts_experts", "flops", "flops_whole", "reduces", "spreads", "exchanges"),
 )
 
 
@@ -134,6 +146,7 @@ class Workload:
         precision: that it computes in.
         outputs: bytes that it returns for each example, which the loss reads.
         heads: the number that the size of the tensor axis must divide; 1 where the model cannot be split along it.
+        experts: the number that the size of the expert axis must divide; 1 where the model has none.
         segments: where runs of blocks begin that are recomputed together.
         most_stages: the largest number of stages.
         loss_splits: whether the tensor axis splits what the loss reads.
@@ -146,6 +159,7 @@ class Workload:
     precision: str = "float32"
     outputs: float = 0
     heads: int = 1
+    experts: int = 1
     segments: tuple[int, ...] = (0,)
     most_stages: int = 1
     loss_splits: bool = True
