@@ -51,7 +51,7 @@ def quickest(found: dict[str, list[planner.Plan]]) -> str:
 
 def main() -> None:
     head = f"| GPUs | what is trained | {' | '.join(LAYOUTS)} | {' | '.join(f'{size} GB' for size in GPUS)} |"
-    for decoder in DECODERS.values():
+    for decoder in (each for each in DECODERS.values() if each.experts == 1):
         print(f"**{decoder.name}**, {decoder.parameters / 1e9:.2f} billion weights:\n\n{head}")
         print("|---" * (2 + len(LAYOUTS) + len(GPUS)) + "|")
         for count in (1, 2, 8):

@@ -1,7 +1,8 @@
 """What each device keeps of a step along `sequence`: `python -m benchmarks.sequence`.
 
-A decoder of Keras's layers, one training step, traced and not run: the bytes of the activations that the backward pass
-reads, by device. Weights, gradients and what an operation needs while it runs come on top.
+A decoder of Keras's layers, or with `--hub` a language model of KerasHub's, one training step, traced and not run: the
+bytes of the activations that the backward pass reads, by device. Weights, gradients and what an operation needs while
+it runs come on top.
 """
 
 import os
@@ -12,17 +13,12 @@ import typer
 TOKENS = 101
 
 
-def kept_bytes(mesh, *, length: int, width: int, heads: int, depth: int, batch: int) -> dict[int, int]:
-    """The bytes that the backward pass reads, by the number of the device.
+HUB = ("gemma", "gpt2", "llama", "qwen3", "mixtral")
 
-    Args:
-        mesh: with devices; of one copy of the model.
-        length, width, heads, depth, batch: of the model and its input.
-    """
+
+def decoder(length: int, width: int, heads: int, depth: int):
+    """A language model of Keras's layers: token numbers to logits."""
     import keras
-    import tensorflow as tf
-
-    import tfgpu
 
     inputs = keras.Input((length,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, width)(inputs)
@@ -31,12 +27,50 @@ def kept_bytes(mesh, *, length: int, width: int, heads: int, depth: int, batch: 
         x = x + keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)
         y = keras.layers.Dense(4 * width, "gelu")(keras.layers.LayerNormalization()(x))
         x = x + keras.layers.Dense(width)(y)
-    model = tfgpu.parallel.apply(keras.Model(inputs, keras.layers.Dense(TOKENS)(x)), mesh)
+    return keras.Model(inputs, keras.layers.Dense(TOKENS)(x))
+
+
+def hub_model(family: str, length: int, width: int, heads: int, depth: int):
+    """A language model of a family of KerasHub's, of the same sizes: tokens and a padding mask to logits."""
+    import keras_hub
+
+    sizes = {"num_layers": depth, "hidden_dim": width, "intermediate_dim": 4 * width}
+    grouped = {"num_query_heads": heads, "num_key_value_heads": heads // 2}
+    models, head = keras_hub.models, {"head_dim": width // heads}
+    backbone, task = {
+        "gemma": lambda: (models.GemmaBackbone(TOKENS, **grouped, **head, **sizes), models.GemmaCausalLM),
+        "gpt2": lambda: (
+            models.GPT2Backbone(TOKENS, num_heads=heads, max_sequence_length=length, **sizes),
+            models.GPT2CausalLM,
+        ),
+        "llama": lambda: (models.LlamaBackbone(TOKENS, **grouped, **sizes), models.LlamaCausalLM),
+        "qwen3": lambda: (models.Qwen3Backbone(TOKENS, **grouped, **head, **sizes), models.Qwen3CausalLM),
+        "mixtral": lambda: (models.MixtralBackbone(TOKENS, **grouped, num_experts=4, **sizes), models.MixtralCausalLM),
+    }[family]()
+    return task(backbone, preprocessor=None)
+
+
+def kept_bytes(model, mesh, *, length: int, batch: int) -> dict[int, int]:
+    """The bytes that the backward pass reads, by the number of the device.
+
+    Args:
+        model: of `decoder` or `hub_model`.
+        mesh: with devices; of one copy of the model.
+        length, batch: of its input.
+    """
+    import keras
+    import tensorflow as tf
+
+    import tfgpu
+
+    takes_mask = isinstance(model.input, dict)
+    model = tfgpu.parallel.apply(model, mesh)
     loss, ends = keras.losses.SparseCategoricalCrossentropy(from_logits=True), []
 
     def step(x):
         with tf.GradientTape() as tape:
-            value = loss(x, model(x, training=True))
+            given = {"token_ids": x, "padding_mask": tf.ones_like(x)} if takes_mask else x
+            value = loss(x, model(given, training=True))
         ends.append(len(tf.compat.v1.get_default_graph().get_operations()))
         return tape.gradient(value, model.trainable_variables)
 
@@ -74,6 +108,7 @@ def main(
     batch: Annotated[int, typer.Option()] = 1,
     devices: Annotated[str, typer.Option(help="Sizes of `sequence`, by comma.")] = "1,2,4",
     blocks: Annotated[bool, typer.Option(help="Attention by blocks, on one device, too.")] = False,
+    hub: Annotated[str, typer.Option(help=f"A family of KerasHub's: {', '.join(HUB)}.")] = "",
 ) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import keras
@@ -83,12 +118,14 @@ def main(
 
     tfgpu.repair_keras()
     (keras.config.enable_flash_attention if blocks else keras.config.disable_flash_attention)()
-    sizes, host = [int(each) for each in devices.split(",")], tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(host, [tf.config.LogicalDeviceConfiguration()] * max(sizes))
-    print(f"{depth} blocks, width {width}, {heads} heads, {batch} x {length} tokens; kept for the backward pass, MiB")
-    for size in sizes:
+    counts, host = [int(each) for each in devices.split(",")], tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(host, [tf.config.LogicalDeviceConfiguration()] * max(counts))
+    kind = f"{hub}, " if hub else ""
+    print(f"{kind}{depth} blocks, width {width}, {heads} heads, {batch} x {length} tokens; kept, MiB")
+    for size in counts:
         mesh = tfgpu.parallel.Mesh(sequence=size, devices=[f"CPU:{at}" for at in range(size)])
-        found = kept_bytes(mesh, length=length, width=width, heads=heads, depth=depth, batch=batch)
+        sizes = (length, width, heads, depth)
+        found = kept_bytes(hub_model(hub, *sizes) if hub else decoder(*sizes), mesh, length=length, batch=batch)
         print(f"sequence={size}:", *(f"{found[at] / 2**20:.0f}" for at in sorted(found)), flush=True)
 
 

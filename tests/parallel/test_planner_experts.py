@@ -81,6 +81,7 @@ def mixture():
     return keras.Model(inputs, keras.layers.Dense(3)(x))
 
 
+@pytest.mark.slow
 def test_a_model_of_keras_is_planned_as_it_is_spread():
     work = traced.workload(mixture())
     found = planner.predict(work, Layout(expert=2), batch=8, optimizer="adam")

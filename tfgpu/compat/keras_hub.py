@@ -1,7 +1,8 @@
-"""How KerasHub gives its models the weights of Hugging Face's: parts of it that have no public function."""
+"""Parts of KerasHub that have no public function: weights of Hugging Face's, and how its blocks attend."""
 
 import importlib
 import importlib.util
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,11 +10,22 @@ from types import ModuleType
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfgpu.compat.keras import StatelessScope
 from tfgpu.compat.layers import KernelOf, named_kernels
 
 _TRANSFORMERS = "keras_hub.src.utils.transformers"
+BALANCE = "compute_load_balancing_loss"
+"""The function with which the modules of mixtures make the loss that balances experts."""
+_ATTENTION = "_compute_attention"
+_MASKS = ("_compute_self_attention_mask", "_compute_attention_mask")
+_ATTENTIONS = frozenset(
+    "CachedGemmaAttention CachedGemma3Attention CachedMistralAttention CachedMixtralAttention GPTNeoXAttention "
+    "GptOssAttention LlamaAttention Phi3Attention Qwen3Attention Qwen3MoeAttention QwenAttention QwenMoeAttention "
+    "SmolLM3Attention".split()
+)
+"""Layers whose `_compute_attention(query, key, value, mask, ...)` takes a chunk of the queries and all keys."""
 
 
 def converter_of(model: keras.Model, config: Path) -> tuple[keras.Model, ModuleType] | None:
@@ -108,3 +120,33 @@ def convert(
 
     with Loader(str(config.parent)) as loader:
         converter.convert_weights(backbone, loader, json.loads(config.read_text()))
+
+
+def attention_method(kind: type) -> tuple[type, str] | None:
+    """The class and the name of the method with which a layer of KerasHub's attends, if it takes a chunk of queries."""
+    for owner in kind.__mro__:
+        if _is_hub(owner) and owner.__name__ in _ATTENTIONS and _ATTENTION in vars(owner):
+            return owner, _ATTENTION
+    return None
+
+
+def mask_methods(kind: type) -> list[tuple[type, str]]:
+    """The classes and names of the methods that make the mask of a block's queries and keys, also for a cache."""
+    found = []
+    for owner in filter(_is_hub, kind.__mro__):
+        for name in filter(vars(owner).__contains__, _MASKS):
+            takes = [*inspect.signature(getattr(owner, name)).parameters]
+            if all(any(each.endswith(end) for each in takes) for end in ("cache", "cache_update_index")):
+                found.append((owner, name))
+    return found
+
+
+def cache_of(owner: type, length: int) -> object:
+    """A cache of no rows with this many positions, as a block's method asks it for its shape."""
+    if owner.__name__ == "Gemma3DecoderBlock":
+        return (tf.zeros([0, length]),) * 2
+    return tf.zeros([0, 2, length])
+
+
+def _is_hub(kind: type) -> bool:
+    return kind.__module__.startswith("keras_hub.")

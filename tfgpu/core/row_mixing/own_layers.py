@@ -58,6 +58,14 @@ def give_own_layers_all_rows() -> None:
             return stock(self, *args, **kwargs)
 
 
+def needs_all_rows(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> bool:
+    """Whether a replica's step would compute this call of a layer on the rows of all replicas."""
+    is_tried = not _is_proven.get() and gathering.is_in_step() and not step_context.current().is_trying
+    if not is_tried or not gathering.may_meet() or not is_own(layer) or not _is_of_replica(args, kwargs):
+        return False
+    return _needed(layer, args, kwargs).needs is Needs.ALL
+
+
 def is_own(layer: keras.layers.Layer) -> bool:
     """Whether a layer's call is code of the user's: its class, or a function that it was given.
 

@@ -104,7 +104,7 @@ def _attend(
     length = rank.group.length
     if not (positions.is_part(key, length) and positions.is_part(query, length)):
         raise NeedsAllPositions
-    brought = rank.meet(_to_all, (key, value, list(given.keys), _of_keys(given.pairs, rank)))
+    brought = rank.meet(ranks.to_all, (key, value, list(given.keys), _of_keys(given.pairs, rank)))
     keys, values, key_masks, pairs = brought
     masks = blockwise.Masks(
         queries=given.queries,
@@ -161,11 +161,6 @@ class _Attention:
     def _blocks(self, query, parts) -> blockwise.Blocks:
         key = self._gathered(parts)[0]
         return blockwise.Blocks(query, key, **self._settings)
-
-
-def _to_all(brought: list) -> list:
-    """Every rank gets what all bring."""
-    return [tuple(list(column) for column in zip(*brought, strict=True))] * len(brought)
 
 
 def _of_keys(pairs: tf.Tensor | None, rank: ranks.Rank) -> tf.Tensor | None:

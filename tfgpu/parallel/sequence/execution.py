@@ -15,7 +15,7 @@ from tfgpu.core import logits, replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.mesh import Mesh
-from tfgpu.parallel.sequence import attention, losses, positions, rules
+from tfgpu.parallel.sequence import attention, hub_blocks, losses, positions, rules
 from tfgpu.parallel.sequence.ranks import Group, Rank
 from tfgpu.parallel.tensor import local_shards
 
@@ -29,6 +29,7 @@ def install(model: keras.Model, mesh: Mesh) -> None:
     """
     for each in (rules, attention, losses):
         each.install()
+    hub_blocks.install(model)
     local_shards.draw_seeds_once()
     placements = [
         device_placement.on_devices(mesh.device(data=at, sequence=rank) for at in range(mesh.data))
@@ -62,6 +63,8 @@ class _Run:
         results = tree.flatten(self._structure)
         for kept in self._kept:
             kept.put(found, results)
+        for layer, at in self._losses:
+            layer.add_loss(found[at])
         return tree.pack_sequence_as(self._structure, results)
 
     def _forward(self, given) -> tuple[list[tf.Tensor], object]:
@@ -81,10 +84,12 @@ class _Run:
                 return self._stock(*args, **kwargs)
 
             of_ranks = group.run(call, tape)
-        self._check_losses()
+            losses = [*group.losses, *self._losses_of_parts()]
         for variable in tape.watched_variables():
             variable.read_value()  # in this thread, too, so that TensorFlow counts it among the block's
         flat = self._keep(of_ranks)
+        self._losses = [(layer, len(flat) + at) for at, (layer, _) in enumerate(losses)]
+        flat += [loss for _, loss in losses]
 
         def gradient(*upstream, variables=()):
             found = tape.gradient(flat, [*given, *variables], output_gradients=list(upstream))
@@ -117,14 +122,25 @@ class _Run:
             for is_part, size in zip(found, sizes, strict=True)
         ]
 
-    def _check_losses(self) -> None:
+    def _losses_of_parts(self) -> list[tuple[keras.layers.Layer, tf.Tensor]]:
+        """Each layer's loss that its parts added.
+
+        Raises:
+            InputError: it is none whose parts are known to add up.
+        """
+        found = []
         for layer in [self._model, *model_graph.layers_within(self._model).values()]:
-            if layers.added_losses(layer):
-                layers.clear_losses(layer)
+            added = layers.added_losses(layer)
+            if added and not hub_blocks.balances(layer):
+                layers.clear_losses(self._model)
                 raise InputError(
-                    f"{layer.name!r} adds a loss of its activations, which parts of a sequence cannot add up. Leave it "
-                    "out (`activity_regularizer=None`, no `add_loss`), or use a mesh without `sequence`."
+                    f"{layer.name!r} adds a loss in training, of a part of the sequence: parts do not add up. Add it "
+                    "in inference, too, so that it gets all positions; leave it out; or use a mesh without `sequence`."
                 )
+            if added:
+                found.append((layer, tf.add_n(added)))
+        layers.clear_losses(self._model)
+        return found
 
 
 class _Output:

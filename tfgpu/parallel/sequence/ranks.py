@@ -5,14 +5,16 @@ wait, and what they brought is combined in the thread that started them. One thr
 so that the graph is the same in every run.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import keras
 import tensorflow as tf
 
-from tfgpu.compat import threads
+from tfgpu.compat import layers, threads
 from tfgpu.core import replication, step_context
 from tfgpu.core.randomness import rng
 from tfgpu.errors import InputError
@@ -56,16 +58,31 @@ def here() -> Rank | None:
     return _here.get()
 
 
+def alone() -> contextlib.AbstractContextManager:
+    """Inside the block, this thread computes no rank: its code runs as it is."""
+    return _here.set_to(None)
+
+
+def to_all(brought: list) -> list:
+    """For `Rank.meet`: every rank gets what all bring."""
+    return [tuple(list(column) for column in zip(*brought, strict=True))] * len(brought)
+
+
 class Group:
     """The ranks of one run.
 
     Args:
         devices: of the ranks.
         length: positions in each part.
+
+    Attributes:
+        has_met: whether a rank needed others, or asked for the position at which it begins.
+        losses: pairs of a layer and a loss that it added when it was computed on all positions.
     """
 
     def __init__(self, devices: Sequence[str], length: int):
         self.devices, self.length = tuple(devices), length
+        self.has_met, self.losses = False, []
         self._turns: list[_Turn] = []
 
     @property
@@ -115,7 +132,15 @@ class Group:
 
     def wait(self, at: int, combine: Callable, value: object) -> object:
         """See `Rank.meet`."""
+        self.has_met = True
         return self._turns[at].pause(combine, value)
+
+    def take_losses(self, operation: keras.Operation) -> None:
+        """Moves the losses that a layer, or one within, has just added to `losses`."""
+        if isinstance(operation, keras.layers.Layer):
+            for each in layers.layers_within(operation):
+                self.losses += [(each, loss) for loss in layers.added_losses(each)]
+            layers.clear_losses(operation)
 
     def _advance(self) -> None:
         """Lets each rank run until it meets or ends, and combines what they bring."""

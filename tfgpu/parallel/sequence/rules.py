@@ -16,16 +16,21 @@ from tfgpu.compat import layers, slots
 from tfgpu.compat.keras import in_symbolic_scope, replaced_attributes, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import isolation
+from tfgpu.core.row_mixing import isolation, own_layers
 from tfgpu.errors import InputError
 from tfgpu.parallel.sequence import positions, ranks
 from tfgpu.parallel.tensor import split_rules
 
 _log = logging.getLogger(__name__)
-_LOCAL = object()
-"""Says to a rank that it may compute its own positions."""
+_LOCAL, _PLAIN = object(), object()
+"""Say to a rank that it may compute its own positions; and that code within needs no rules."""
 _tried = step_context.Slot("sequence.tried")
 """The layer whose own code this rank is about to try."""
+_is_plain = step_context.Slot("sequence.is_plain")
+"""Whether code runs whose trial needed no rules: each layer within gives each position its own result."""
+_is_placed = step_context.Slot("sequence.is_placed")
+"""Whether a layer around knows the position at which this rank begins."""
+_DIFFERS = object()
 _TRIED_POSITIONS, _TRIED_ROWS = 4, 2
 _OF_FEATURES = (
     keras.layers.Dense,
@@ -68,6 +73,10 @@ def install() -> None:
         rank = ranks.here()
         if rank is None or in_symbolic_scope():
             return stock(self, *args, **kwargs)
+        if own_layers.needs_all_rows(self, args, kwargs):  # replicas meet in the thread that started the ranks
+            return rank.meet(_Whole(rank.group, self, functools.partial(stock, self)).on_all, (args, kwargs))
+        if _is_plain.get():
+            return stock(self, *args, **kwargs)
         if _tried.get() is self:
             with _tried.set_to(None):
                 return stock(self, *args, **kwargs)
@@ -76,7 +85,7 @@ def install() -> None:
     @wrap("keras.Operation.__call__")
     def call_operation(stock, self, *args, **kwargs):
         rank = ranks.here()
-        if rank is None or in_symbolic_scope() or isinstance(self, keras.layers.Layer):
+        if rank is None or in_symbolic_scope() or _is_plain.get() or isinstance(self, keras.layers.Layer):
             return stock(self, *args, **kwargs)
         return _called(rank, self, functools.partial(stock, self), args, kwargs)
 
@@ -85,6 +94,7 @@ def _called(rank: ranks.Rank, operation, stock, args: tuple, kwargs: dict) -> ob
     given = [value for value in tree.flatten((args, kwargs)) if tf.is_tensor(value)]
     parts = [value for value in given if positions.is_part(value, rank.group.length)]
     if not parts:  # the same for all ranks
+        rank.group.has_met |= getattr(operation, "seed_generator", None) is not None
         with step_context.scope(draw_shard=None):
             return positions.mark_alike(stock(*args, **kwargs))
     if isinstance(operation, keras.layers.Layer):
@@ -93,15 +103,27 @@ def _called(rank: ranks.Rank, operation, stock, args: tuple, kwargs: dict) -> ob
     elif _is_elementwise(operation, parts, given):
         return stock(*args, **kwargs)
     answer = rank.meet(_Whole(rank.group, operation, stock).compute, (args, kwargs))
-    return stock(*args, **kwargs, **_start(operation, rank, args, kwargs)) if answer is _LOCAL else answer
+    if answer is _PLAIN:
+        with _is_plain.set_to(True):
+            return stock(*args, **kwargs)
+    return _from_start(stock, operation, rank, args, kwargs) if answer is _LOCAL else answer
 
 
-def _start(operation, rank: ranks.Rank, args: tuple, kwargs: dict) -> dict[str, int]:
-    """`start_index` for a layer that counts positions from it, as KerasHub's do, if it was not given."""
-    if len(args) > 1 or {"start_index", "positions"} & {*kwargs}:
-        return {}
-    takes = "start_index" in inspect.signature(type(operation).call).parameters
-    return {"start_index": rank.begin} if takes else {}
+def _from_start(call, operation, rank: ranks.Rank, args: tuple, kwargs: dict) -> object:
+    """Calls a layer that counts positions from `start_index`, as KerasHub's do, with the position of its part."""
+    takes = inspect.signature(type(operation).call).parameters if isinstance(operation, keras.layers.Layer) else {}
+    if "start_index" not in takes or kwargs.get("positions") is not None:
+        return call(*args, **kwargs)
+    at = [*takes].index("start_index") - 1  # without `self`
+    given = args[at] if len(args) > at else kwargs.get("start_index")
+    rank.group.has_met = True
+    if given is None or not _is_placed.get():
+        placed = rank.begin if given is None else given + rank.begin
+        args, kwargs = (*args[:at], placed, *args[at + 1 :]) if len(args) > at else args, dict(kwargs)
+        if len(args) <= at:
+            kwargs["start_index"] = placed
+    with _is_placed.set_to(True):  # what it hands on to layers within counts already
+        return call(*args, **kwargs)
 
 
 def _is_by_positions(layer: keras.layers.Layer, parts: list, given: list, kwargs: dict) -> bool:
@@ -167,31 +189,36 @@ class _Whole:
         self._group, self._operation, self._stock = group, operation, stock
 
     def compute(self, brought: list) -> list:
-        """`_LOCAL` for each rank, or its part of the call's results on all positions."""
+        """What `_verdict` says, or `on_all`."""
+        verdict = self._verdict(brought[0])
+        return self.on_all(brought) if verdict is None else [verdict] * self._group.count
+
+    def on_all(self, brought: list) -> list:
+        """Each rank's part of the call's results on all positions."""
         group = self._group
-        if isinstance(self._operation, keras.layers.Layer) and self._is_local(brought[0]):
-            return [_LOCAL] * group.count
         with tf.device(group.devices[0]):
             args, kwargs = positions.whole(brought, group.length)
             result = self._stock(*args, **kwargs)
+            group.take_losses(self._operation)
             ranks_of_inputs = {each.shape.rank for each in tree.flatten(brought[0]) if tf.is_tensor(each)}
             return positions.split(result, group.length, group.devices, sorted(ranks_of_inputs))
 
-    def _is_local(self, given: tuple) -> bool:
-        """Whether parts give the whole, by a trial that is kept with the layer."""
+    def _verdict(self, given: tuple) -> object:
+        """`_LOCAL` or `_PLAIN` if parts give the whole, by a trial that is kept with the layer; else None."""
         layer, length = self._operation, self._group.length
-        if getattr(layer, "sees_whole_batch", False) is True:
-            return False
+        if not isinstance(layer, keras.layers.Layer) or getattr(layer, "sees_whole_batch", False) is True:
+            return None
         if type(layer).__module__.startswith("keras.") and type(layer).call is not keras.layers.Layer.call:
-            return False  # Keras's own layers have rules
+            return None  # Keras's own layers have rules
         key = tuple(
             (each.shape.rank, positions.is_part(each, length)) if tf.is_tensor(each) else None
             for each in tree.flatten(given)
         )
         known = vars(slots.of(layer)).setdefault("sequence_verdicts", {})
         if key not in known:
-            why = _Trial(layer, given, length, self._group.count).why_whole()
-            known[key] = why is None
+            trial = _Trial(layer, given, length, self._group.count)
+            why = trial.why_whole()
+            known[key] = None if why is not None else _LOCAL if trial.has_met else _PLAIN
             if why is not None:
                 _log.warning(
                     "%s %r mixes positions (%s): the first device of each group computes it on the whole sequence.",
@@ -207,6 +234,8 @@ class _Trial:
 
     def __init__(self, layer: keras.layers.Layer, given: tuple, length: int, count: int):
         self._layer, self._given, self._length, self._count = layer, given, length, count
+        self.has_met = False
+        """Whether something within needed other positions, or the number of its first one."""
 
     def why_whole(self) -> str | None:
         """Why the layer needs all positions; None if it does not."""
@@ -229,21 +258,41 @@ class _Trial:
                 return f"{type(error).__name__} in its parts" if not isinstance(error, InputError) else str(error)
             finally:
                 layers.clear_losses(layer)
+            if found is None:
+                return "its parts do not agree"
             for one, other in zip(expected, found, strict=True):
+                if not tf.is_tensor(one):
+                    continue
                 if one.shape != other.shape or not np.allclose(one, other, rtol=1e-4, atol=1e-5):
                     return "its parts do not give the whole"
         return None
 
-    def _in_parts(self, args: tuple, kwargs: dict, small: int) -> list:
+    def _in_parts(self, args: tuple, kwargs: dict, small: int) -> list | None:
+        """What the parts give, joined; None if they differ in what has no positions."""
         devices = ["CPU:0"] * self._count
         given = positions.split((args, kwargs), small, devices, range(2, 9))
 
         def call(rank: ranks.Rank):
             own, named = given[rank.at]
             with _tried.set_to(self._layer):
-                return self._layer(*own, **named, **_start(self._layer, rank, own, named))
+                return _from_start(self._layer, self._layer, rank, own, named)
 
-        return tree.flatten(positions.whole(ranks.Group(devices, small).run(call), small))
+        group = ranks.Group(devices, small)
+        found = [tree.flatten(each) for each in group.run(call)]
+        self.has_met |= group.has_met
+        joined = [self._joined(column, small) for column in zip(*found, strict=True)]
+        return None if any(each is _DIFFERS for each in joined) else joined
+
+    @staticmethod
+    def _joined(column: tuple, small: int) -> object:
+        """One output of all positions; `_DIFFERS` if it has no positions, and the ranks do not agree."""
+        shape = getattr(column[0], "shape", ())
+        if tf.is_tensor(column[0]) and shape[:1] == [_TRIED_ROWS * small]:  # of tokens, row by row
+            rows = [tf.reshape(each, [_TRIED_ROWS, small, *shape[1:]]) for each in column]
+            return tf.reshape(tf.concat(rows, 1), [-1, *shape[1:]])
+        if positions.is_part(column[0], small):
+            return positions.joined(column)
+        return column[0] if all(np.array_equal(column[0], each) for each in column) else _DIFFERS
 
     def _drawn(self, random: np.random.Generator, length: int) -> tuple:
         def draw(value):

@@ -52,6 +52,20 @@ def computing_whole() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def noted_seeds() -> Iterator[list]:
+    """Yields a list that holds, after the block, the seeds that the computing device took in it."""
+    now, found = _now.get(), []
+    begin = now.taken
+    yield found
+    found += now.seeds[begin : now.taken]
+
+
+def repeated_seeds(seeds: list) -> contextlib.AbstractContextManager:
+    """Inside the block, seed generators give these seeds, which a device took when the code ran before."""
+    return _now.set_to(_Computing(1, seeds))
+
+
 def is_computing() -> bool:
     """Whether one device of a group computes."""
     return _now.get() is not None
