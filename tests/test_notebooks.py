@@ -94,6 +94,13 @@ def test_it_opens_with_what_one_learns_and_ends_with_what_to_try(path):
     assert links and all((path.parent / link).exists() for link in links)
 
 
+def test_texts_that_a_cell_prints_one_after_the_other_are_one_output():
+    texts = [nbformat.v4.new_output("stream", text=text) for text in ("Epoch 1\n", "20/20\n", "Epoch 2\n")]
+    picture = nbformat.v4.new_output("display_data", data={"image/png": ""})
+    found = notebooks.joined([*texts[:2], picture, texts[2]])
+    assert [each.get("text") for each in found] == ["Epoch 1\n20/20\n", None, "Epoch 2\n"]
+
+
 def scripts(path):
     """The programs that a notebook writes down to run them in other processes."""
     for cell in nbformat.read(path, as_version=4).cells:

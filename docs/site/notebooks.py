@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import nbformat
@@ -52,13 +53,24 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output["text"] = NOISE.sub("", output.get("text", ""))
-        cell["outputs"] = [each for each in cell.get("outputs", []) if each.get("text") or "data" in each]
+        cell["outputs"] = joined(each for each in cell.get("outputs", []) if each.get("text") or "data" in each)
     text, resources = MarkdownExporter(exclude_input_prompt=True).from_notebook_node(notebook)
     pictures = {f"{path.stem}_{name}": content for name, content in resources["outputs"].items()}
     for name in resources["outputs"]:
         text = text.replace(f"]({name})", f"]({path.stem}_{name})")
     text = re.sub(r"\]\((\d+_\w+)\.ipynb", r"](\1.md", text)  # links between notebooks
     return text.replace("](../docs/", "](../"), pictures
+
+
+def joined(outputs: Iterable[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Makes one output of printed texts that follow each other: each would be a paragraph of its own."""
+    found: list[nbformat.NotebookNode] = []
+    for each in outputs:
+        if found and each.output_type == found[-1].output_type == "stream":
+            found[-1]["text"] += each.text
+        else:
+            found.append(each)
+    return found
 
 
 def missing() -> list[Path]:
