@@ -31,7 +31,7 @@ GOLDEN = 0.6180339887498949
 RELATED = {
     "callbacks": ("tests/faults/",),
     "checkpoint": ("tests/callbacks/", "tests/faults/"),
-    "cli": ("tests/test_cli.py", "tests/test_completion.py"),
+    "cli": ("tests/test_cli.py",),
     "cluster": ("tests/launch/",),
     "launch": ("tests/faults/", "tests/test_run.py"),
     "rendezvous": ("tests/faults/",),

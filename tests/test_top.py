@@ -1,4 +1,4 @@
-"""`tfgpu top` in a pipe, in a terminal, on a run, and on other machines."""
+"""`tfgpu top` in a pipe, in a terminal, and on a run."""
 
 import fcntl
 import io
@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from tfgpu.cli.top import Other, _console
+from tfgpu.cli.top import _console
 from tfgpu.cli.top_screen import drawn
 from tfgpu.errors import InputError
 from tfgpu.sensors import Gpu, Limit, Sample
@@ -86,7 +86,7 @@ def test_a_run(run):
     assert row.split() == ["0", "3", "1,000", "20.00", "ms", "1,600", "50%", "40%", "1.0", "GiB", "0.25"]
     assert "limited by input: the step waits for data 50% of the time  (worker 0)" in done.stdout
     assert "worker 1: no sample for 60 min: it has ended or hangs" in done.stdout
-    (view,) = json.loads(top(run, "--once", "--json").stdout)
+    view = json.loads(top(run, "--once", "--json").stdout)
     assert [worker["number"] for worker in view["workers"]] == [0, 1]
     assert view["workers"][0]["limit"]["resource"] == "input" and view["sample"]["cores"] > 0
 
@@ -111,16 +111,6 @@ def test_folders_that_are_no_run(tmp_path):
         folder_of(tmp_path / "config.yaml")
 
 
-def test_a_view_comes_back_from_json():
-    sample = Sample(1.0, 2.0, 4.0, gpus=(Gpu("0", power_w=70.0),))
-    worker = Worker(1, {"step": 4.0}, {}, Limit("CPU", "busy"), 3.0)
-    view = View("host", sample, (0.5,), 1.0, 5, ({"gpu": "0", "pid": 1, "name": "a", "bytes": 2},), (worker,))
-    assert View.from_json(json.loads(json.dumps(view.as_json()))) == view
-    for wrong in ({}, {"sample": 1}, {**view.as_json(), "workers": [{}]}):
-        with pytest.raises(ValueError, match="malformed view"):
-            View.from_json(wrong)
-
-
 @pytest.mark.parametrize("width", [40, 200])
 def test_names_steer_no_terminal(width):
     wild = "[red]a[/]\x1b]0;title\x07\x1b[2J\u202e:smile:"
@@ -129,19 +119,10 @@ def test_names_steer_no_terminal(width):
     process = {"gpu": wild, "pid": 1, "name": "[/]" + wild, "bytes": 2}
     view = View(wild, Sample(1.0, 2.0, 4.0, gpus=(gpu,), gpu_error=wild), (0.5,), 1.0, 5, (process,), (worker,))
     screen = io.StringIO()
-    _console(file=screen, width=width).print(drawn([view, View("b", error=wild)], width=width))
+    _console(file=screen, width=width).print(drawn(view, width=width))
     text = screen.getvalue()
     assert all(each.isprintable() for each in text.replace("\n", ""))
     assert "[red]a[/]" in text and all(len(line) <= width for line in text.splitlines())
-
-
-def test_another_machine_that_answers_nonsense_is_not_shown():
-    view = View("host", Sample(1.0, 2.0, 4.0), (0.5,), 1.0).as_json()
-    for wrong in ({**view, "load": "much"}, {**view, "cpus": ["a"]}, {**view, "processes": [{}]}):
-        told = json.dumps([wrong])
-        with Other("node", f"sh -c 'cat <<E\n{told}\nE\necho nothing to show >&2' --", None, 1.0) as other:
-            other.wait()
-            assert other.look().error == "nothing to show"
 
 
 class Terminal:
@@ -190,20 +171,7 @@ def test_it_ends_and_gives_the_terminal_back(how, run):
         terminal.close()
 
 
-@pytest.mark.slow
-def test_other_machines(run, ssh_server):
-    done = top(run, "--once", "--hosts", "node1,nowhere", "--ssh", ssh_server)
-    assert done.returncode == 0, done.stderr
-    heads = [line for line in done.stdout.splitlines() if re.match(r"node1  \d\d:\d\d:\d\d", line)]
-    assert len(heads) == 1 and re.search(r"nowhere  .*(refused|closed)", done.stdout, re.IGNORECASE)
-    assert done.stdout.count("20.00 ms") == 2  # each worker once, whichever machine tells of it
-    end = time.monotonic() + 500  # the other side notices at its next look
-    while subprocess.run(["pgrep", "-f", f"top {run} --json"], capture_output=True).stdout:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def test_whoever_reads_may_stop():
     words = " ".join(command("--json", "--every", "0.1"))
     done = subprocess.run(f"{words} | head -n 1", shell=True, capture_output=True, text=True, timeout=550)
-    assert len(json.loads(done.stdout)) == 1 and not done.stderr
+    assert json.loads(done.stdout)["sample"] and not done.stderr

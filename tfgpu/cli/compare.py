@@ -1,14 +1,13 @@
 """`tfgpu compare`: runs side by side."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json
 from tfgpu.redact import printable
 
 app = typer.Typer()
@@ -32,10 +31,10 @@ _NAME = 24
     ),
 )
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing file is replaced.")
-    ] = Path("compare.html"),
+    runs: argument(list[Path], "RUN...", "Run directories."),
+    output: option(Path, "The page; an existing file is replaced.", "--output", "-o", metavar="FILE") = Path(
+        "compare.html"
+    ),
     as_json: AsJson = False,
     json_to: JsonTo = None,
 ) -> None:

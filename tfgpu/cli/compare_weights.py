@@ -2,12 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.redact import printable
 
@@ -28,10 +27,10 @@ app = typer.Typer()
     ),
 )
 def compare_weights(
-    one: Annotated[Path, typer.Argument(metavar="A", help="A run, a checkpoint, or a .keras or .weights.h5 file.")],
-    other: Annotated[Path, typer.Argument(metavar="B", help="The same, to compare with.")],
-    rtol: Annotated[float, typer.Option(metavar="NUMBER", help="Allowed difference, relative to B.")] = 0.0,
-    atol: Annotated[float, typer.Option(metavar="NUMBER", help="Allowed difference.")] = 0.0,
+    one: argument(Path, "A", "A run, a checkpoint, or a .keras or .weights.h5 file."),
+    other: argument(Path, "B", "The same, to compare with."),
+    rtol: option(float, "Allowed difference, relative to B.", metavar="NUMBER") = 0.0,
+    atol: option(float, "Allowed difference.", metavar="NUMBER") = 0.0,
     as_json: AsJson = False,
     json_to: JsonTo = None,
 ) -> None:

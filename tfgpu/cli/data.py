@@ -1,12 +1,13 @@
 """`tfgpu data`: writes and checks shards, and serves data to other processes."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from tfgpu.cli import screen
+from tfgpu.cli.flags import argument, option
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import whole_number
 from tfgpu.recipes import recipe as recipes
@@ -36,13 +37,13 @@ app = typer.Typer(
     ),
 )
 def write_data(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As for [bold]train --data[/].")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the shards.")],
-    shards: Annotated[int, typer.Option(metavar="N", help="Number of training shards.")] = 8,
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Prefix of the file names.")] = None,
-    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize images and store them as PNG.")] = None,
-    skip_corrupt: Annotated[bool, typer.Option("--skip-corrupt", help="Skip corrupt examples.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing shards in OUT.")] = False,
+    source: argument(str, "SOURCE", "As for `train --data`."),
+    out: argument(Path, "OUT", "The folder for the shards."),
+    shards: option(int, "Number of training shards.", metavar="N") = 8,
+    name: option(str | None, "Prefix of the file names.", metavar="TEXT") = None,
+    image_size: option(str | None, "Resize images and store them as PNG.", metavar="HxW") = None,
+    skip_corrupt: option(bool, "Skip corrupt examples.", "--skip-corrupt") = False,
+    overwrite: option(bool, "Replace existing shards in OUT.", "--overwrite") = False,
 ) -> None:
     from tfgpu.data import manifest, parse_source
 
@@ -66,9 +67,7 @@ def write_data(
     help="Read the shards in a folder and compare their checksums with the index.",
     epilog="[bold]Example[/]\n\ntfgpu data check shards/",
 )
-def check_data(
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder written by [bold]data write[/].")],
-) -> None:
+def check_data(folder: argument(Path, "OUT", "A folder written by `data write`.")) -> None:
     from tfgpu.data import check_shards
 
     with Console(stderr=True).status("comparing checksums"):
@@ -92,10 +91,10 @@ def check_data(
     ),
 )
 def serve_data(
-    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Number of worker processes.")] = 1,
-    port: Annotated[int, typer.Option(metavar="N", help="The dispatcher's port; 0 takes a free one.")] = 0,
-    host: Annotated[str, typer.Option(metavar="NAME", help="This machine's name for other machines.")] = "localhost",
-    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Add workers to this dispatcher.")] = None,
+    workers: option(int, "Number of worker processes.", "--workers", "-n", metavar="N") = 1,
+    port: option(int, "The dispatcher's port; 0 takes a free one.", metavar="N") = 0,
+    host: option(str, "This machine's name for other machines.", metavar="NAME") = "localhost",
+    join: option(str | None, "Add workers to this dispatcher.", metavar="HOST:PORT") = None,
 ) -> None:
     start_tensorflow()
     serve = imported("tfgpu.data.service").serve

@@ -1,24 +1,25 @@
 """`tfgpu doctor`: finds what stops or slows training on this machine."""
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json, with_options
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json, with_options
 from tfgpu.cli.start import complain
 from tfgpu.errors import InputError
 
 app = typer.Typer()
-_TRAIN, _BUNDLE = "Self-test", "Bug report"
+_train, _bundle = functools.partial(option, panel="Self-test"), functools.partial(option, panel="Bug report")
 _WIDTHS = (len("Training parameter_server"), len("problem"), None)
 """Column widths of the self-test, which prints each check as a separate table as soon as it is done."""
 
@@ -27,76 +28,34 @@ _WIDTHS = (len("Training parameter_server"), len("problem"), None)
 class Options:
     """The options of `tfgpu doctor`."""
 
-    script: Annotated[
+    script: argument(
         list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT",
-            help="Instead: which pieces of this script's step replicas compute by rows, and which on all rows. "
-            "It runs up to its first step; its own options follow --.",
-        ),
-    ] = None
+        "SCRIPT",
+        "Instead: which pieces of this script's step see all rows. Which ones replicas compute by rows, why, and the "
+        "bytes that travel. It runs up to its first step; its own options follow --.",
+    ) = None
     as_json: AsJson = False
     json_to: JsonTo = None
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Print a shell script that fixes what was found. Nothing is run.")
-    ] = False
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="Also advise on the layers of this model.",
-            autocompletion=completion.completing(completion.models),
-        ),
-    ] = None
-    train: Annotated[
+    fix: option(bool, "Print a shell script that fixes what was found. Nothing is run.", "--fix") = False
+    model: option(str | None, "Also advise on the layers of this model.", metavar="NAME") = None
+    train: _train(
         bool,
-        typer.Option(
-            "--train",
-            help="Also measure devices, links and disk, and train with every strategy: one or two minutes on an idle "
-            "machine. Each check is shown as it ends; Ctrl-C keeps the checks so far.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = False
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOSTS",
-            help="Machines to reach by ssh: host1,host2. For --train \\[two processes here].",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = None
-    ssh: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="ssh with your own options.", rich_help_panel=_TRAIN)
-    ] = None
-    bundle: Annotated[
-        bool,
-        typer.Option("--bundle", help="Write a .zip to attach to a bug report.", rich_help_panel=_BUNDLE),
-    ] = False
-    run: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A run, or the logs of a launch, to include.", rich_help_panel=_BUNDLE),
-    ] = None
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Its name \\[tfgpu-doctor-<time>.zip].", rich_help_panel=_BUNDLE
-        ),
-    ] = None
+        "Also measure, and train with every strategy: two minutes. Devices, links and disk are measured. Each check is "
+        "shown as it ends; Ctrl-C keeps the checks so far.",
+        "--train",
+    ) = False
+    hosts: _train(
+        str | None, "Machines to reach by ssh, for --train: host1,host2; [two processes here].", metavar="HOSTS"
+    ) = None
+    ssh: _train(str | None, "ssh with your own options.", metavar="COMMAND") = None
+    bundle: _bundle(bool, "Write a .zip to attach to a bug report.", "--bundle") = False
+    run: _bundle(Path | None, "A run, or the logs of a launch, to include.", metavar="DIR") = None
+    output: _bundle(Path | None, "Its name [tfgpu-doctor-<time>.zip].", "--output", "-o", metavar="FILE") = None
 
 
 @app.command(
     "doctor",
-    cls=screen.first(
-        script="Instead: which pieces of a script's step see all rows.",
-        fix="Print a shell script that fixes what was found.",
-        model="Also advise on the layers of this model.",
-        train="Also measure, and train with every strategy: two minutes.",
-        hosts="Machines to reach by ssh, for --train: host1,host2.",
-        bundle="Write a .zip to attach to a bug report.",
-        as_json=None,
-        json_to=None,
-    ),
+    cls=screen.first("script", "fix", "model", "train", "hosts", "bundle", "as_json", "json_to"),
     short_help="Find what stops or slows training here, and how to fix it.",
     help="Find what stops or slows training on this machine, and how to fix it.",
     epilog=(
@@ -168,9 +127,7 @@ def _examine_script(options: Options) -> None:
 def _show_pieces(found: Any) -> None:
     console = Console()
     if found.pieces:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for heading in ("piece", "computed", "known by", "why", "travels"):
-            table.add_column(heading, overflow="fold")
+        table = screen.table("piece", "computed", "known by", "why", "travels", fold=True)
         for piece in found.pieces:
             cells = (piece[name] for name in ("name", "verdict", "source", "why", "traffic"))
             table.add_row(*map(escape, cells))

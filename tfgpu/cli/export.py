@@ -2,13 +2,12 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json
 from tfgpu.cli.start import imported, start_tensorflow
 
 app = typer.Typer()
@@ -16,16 +15,7 @@ app = typer.Typer()
 
 @app.command(
     "export",
-    cls=screen.first(
-        model=None,
-        path=None,
-        formats="savedmodel, onnx or litert; can be repeated [savedmodel].",
-        example="Rows to compare on: .txt, .json, .npy or .npz.",
-        check=None,
-        overwrite=None,
-        as_json=None,
-        json_to=None,
-    ),
+    cls=screen.first("model", "path", "formats", "example", "check", "overwrite", "as_json", "json_to"),
     short_help="Write a model as a SavedModel, ONNX or LiteRT.",
     help="Write a trained model as a SavedModel, ONNX or LiteRT, and compare its outputs with the model's.",
     epilog=(
@@ -36,27 +26,19 @@ app = typer.Typer()
     ),
 )
 def export(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run directory, or a .keras file.")],
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="The output; the format's suffix is added.")],
-    formats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="savedmodel, onnx or litert; can be repeated \\[savedmodel].",
-            autocompletion=completion.completing(completion.formats),
-        ),
-    ] = None,
-    example: Annotated[
+    model: argument(Path, "MODEL", "A run directory, or a .keras file."),
+    path: argument(Path, "OUT", "The output; the format's suffix is added."),
+    formats: option(
+        list[str] | None, "savedmodel, onnx or litert; can be repeated [savedmodel].", "--format", metavar="NAME"
+    ) = None,
+    example: option(
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rows to compare on: .txt (one text per line), .json, .npy, or .npz with an array for each input. "
-            "Required for models with text inputs or without a known input shape.",
-        ),
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Run the exported model and compare its outputs.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
+        "Rows to compare on: .txt, .json, .npy or .npz. A .txt has one text per line, an .npz an array for each input. "
+        "Required for models with text inputs or without a known input shape.",
+        metavar="FILE",
+    ) = None,
+    check: option(bool, "Run the exported model and compare its outputs.") = True,
+    overwrite: option(bool, "Replace an earlier export.", "--overwrite") = False,
     as_json: AsJson = False,
     json_to: JsonTo = None,
 ) -> None:

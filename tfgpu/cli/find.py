@@ -1,5 +1,6 @@
 """`tfgpu tune batch-size` and `learning-rate`: finds them for a recipe by short trainings."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -9,87 +10,49 @@ from typing import Any
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from tfgpu import atomic
-from tfgpu.cli import completion, screen
+from tfgpu.cli import screen
 from tfgpu.cli.flags import (
-    ALLOW_CODE,
-    DEBUG,
-    OWN_JSON,
-    RECIPE_NAME,
+    AllowCode,
+    AsJson,
+    Debug,
+    JsonTo,
+    RecipeName,
     check_json,
     flag_of,
-    given,
+    option,
     put_json,
+    recipe_of,
     with_settings,
 )
-from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
+from tfgpu.cli.start import complain, imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.parallel.planning.hardware import bytes_of, shown
-from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
-from tfgpu.recipes.trust import refuse_code
-from tfgpu.tune.scaling import RULES, rate_text
+from tfgpu.tune.scaling import rate_text
 
 app = typer.Typer()
+_run = functools.partial(option, panel="Run")
 _ROWS = 10
 PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
-_ALL = {
-    "name": RECIPE_NAME,
-    "output": (
-        *(Path | None, None, ["--output", "-o"], "DIR"),
-        "A folder for plot.png, result.json and recipe.yaml, for tfgpu train.",
-    ),
-    **OWN_JSON,
-    "allow_code": ALLOW_CODE,
-    "debug": DEBUG,
-}
-BATCH = {
-    **_ALL,
-    "lowest": (int | None, None, ["--lowest"], "INTEGER", "The smallest batch to try [8 per replica]."),
-    "highest": (int | None, None, ["--highest"], "INTEGER", "The largest batch to try [the training examples]."),
-    "granularity": (
-        *(int | None, None, ["--granularity"], "INTEGER"),
-        "Precision of the largest batch that fits [a sixteenth of it].",
-    ),
-    "rate_only": (
-        *(bool, False, ["--rate-only"], None),
-        "Stop when larger batches are not faster; do not search for the largest that fits.",
-    ),
-    "scale": (
-        *(str, "auto", ["--scale"], "NAME"),
-        "How the learning rate scales with the batch: linear, sqrt, none; auto: linear for sgd, momentum, lars, else "
-        "sqrt [auto].",
-    ),
-    "repeats": (int, 5, ["--repeats"], "INTEGER", "Half-second measurements of each batch [5]."),
-    "device_memory": (
-        *(str | None, None, ["--device-memory"], "SIZE"),
-        "Memory of each GPU, such as 16GB; without GPUs, memory that the process may reserve [none].",
-    ),
-    "timeout": (float, 600.0, ["--timeout"], "SECONDS", "A batch that takes longer counts as too large [600]."),
-}
-RATE = {
-    **_ALL,
-    "lowest": (float, 1e-6, ["--lowest"], "NUMBER", "Learning rate of the first step [1e-6]."),
-    "highest": (float, 1.0, ["--highest"], "NUMBER", "Learning rate of the last step [1]."),
-    "steps": (int, 200, ["--steps"], "INTEGER", "Number of steps, at least 20 [200]."),
-}
+_Output = _run(
+    Path | None,
+    "A folder for plot.png, result.json and recipe.yaml. The last is for `tfgpu train`.",
+    *("--output", "-o"),
+    metavar="DIR",
+)
+_Scale = _run(
+    str,
+    "How the learning rate scales: linear, sqrt, none or auto. auto: linear for sgd, momentum, lars, else sqrt.",
+    metavar="NAME",
+)
 
 
 @app.command(
     "tune batch-size",
     cls=screen.first(
-        name="A ready recipe (tfgpu train --list) or a YAML file.",
-        lowest="The smallest batch to try [8 per replica].",
-        highest="The largest batch to try [the training examples].",
-        rate_only="Do not search for the largest that fits.",
-        scale="How the learning rate scales: linear, sqrt, none [auto].",
-        device_memory="Memory of each GPU, such as 16GB.",
-        timeout="A batch that takes longer is too large [600].",
-        output="A folder for plot.png, result.json and recipe.yaml.",
-        as_json=None,
-        json_to=None,
+        *("name", "lowest", "highest", "rate_only", "scale", "device_memory", "timeout", "output", "as_json", "json_to")
     ),
     short_help="Find the batch sizes that fit, and the fastest.",
     help="Train some steps with one batch size after the other: which fit, and their rate in examples per second.",
@@ -101,27 +64,31 @@ RATE = {
         "tfgpu train found/cifar10/recipe.yaml"
     ),
 )
-@with_settings(BATCH, names={"name": completion.ready_recipes, "scale": lambda: RULES})
+@with_settings
 def find_batch_size(
-    *,
-    name: str | None,
-    output: Path | None,
-    as_json: bool,
-    json_to: Path | None,
-    allow_code: bool,
-    debug: bool,
-    lowest: int | None,
-    highest: int | None,
-    granularity: int | None,
-    rate_only: bool,
-    scale: str,
-    repeats: int,
-    device_memory: str | None,
-    timeout: float,
+    name: RecipeName = None,
+    output: _Output = None,
+    as_json: AsJson = False,
+    json_to: JsonTo = None,
+    allow_code: AllowCode = False,
+    debug: Debug = False,
+    lowest: _run(int | None, "The smallest batch to try [8 per replica].") = None,
+    highest: _run(int | None, "The largest batch to try [the training examples].") = None,
+    granularity: _run(int | None, "Precision of the largest batch that fits [a sixteenth of it].") = None,
+    rate_only: _run(bool, "Do not search for the largest batch that fits.", "--rate-only") = False,
+    scale: _Scale = "auto",
+    repeats: _run(int, "Half-second measurements of each batch.") = 5,
+    device_memory: _run(
+        str | None,
+        "Memory of each GPU, such as 16GB. Without GPUs, memory that the process may reserve.",
+        metavar="SIZE",
+    ) = None,
+    timeout: _run(float, "A batch that takes longer is too large.", metavar="SECONDS") = 600.0,
     **flags: Any,
 ) -> None:
-    recipe = _recipe(name, given(flags), allow_code=allow_code)
+    recipe = recipe_of(name, flags, allow_code=allow_code)
     limit = None if device_memory is None else bytes_of(device_memory)
+    how = dict(lowest=lowest, highest=highest, granularity=granularity, largest=not rate_only, scale=scale)
     folder = _folder(output)
     check_json(json_to)
     finder = imported("tfgpu.tune.batch_search")
@@ -129,11 +96,7 @@ def find_batch_size(
         with Console(stderr=True).status("reading the recipe") as status:
             found = finder.batch_size(
                 recipe,
-                lowest=lowest,
-                highest=highest,
-                granularity=granularity,
-                largest=not rate_only,
-                scale=scale,
+                **how,
                 rounds=repeats,
                 memory_limit_bytes=limit,
                 timeout_s=timeout,
@@ -144,7 +107,7 @@ def find_batch_size(
         raise typer.Exit(130) from None
     result = _finite(found.as_json())
     if folder is not None:
-        start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+        start_tensorflow(debug=debug)
         head = f"# The fastest of {len(found.tries)} batches tried with {found.device}: {found.fastest}.\n"
         _write(folder, result, found.recipe, head, found.plot)
     if put_json(result, as_json=as_json, json_to=json_to):
@@ -156,16 +119,7 @@ def find_batch_size(
 
 @app.command(
     "tune learning-rate",
-    cls=screen.first(
-        name="A ready recipe (tfgpu train --list) or a YAML file.",
-        lowest="Learning rate of the first step [1e-6].",
-        highest="Learning rate of the last step [1].",
-        steps="Number of steps, at least 20 [200].",
-        optimizer="A Keras optimizer, momentum or lars [adam].",
-        output="A folder for plot.png, result.json and recipe.yaml.",
-        as_json=None,
-        json_to=None,
-    ),
+    cls=screen.first("name", "lowest", "highest", "steps", "optimizer", "output", "as_json", "json_to"),
     short_help="Find the learning rates at which the loss falls.",
     help="Train some steps with a rising learning rate, and show where the loss falls. The model is discarded.",
     epilog=(
@@ -175,27 +129,26 @@ def find_batch_size(
         "tfgpu train found/rate/recipe.yaml"
     ),
 )
-@with_settings(RATE, names={"name": completion.ready_recipes})
+@with_settings
 def find_learning_rate(
-    *,
-    name: str | None,
-    output: Path | None,
-    as_json: bool,
-    json_to: Path | None,
-    allow_code: bool,
-    debug: bool,
-    lowest: float,
-    highest: float,
-    steps: int,
+    name: RecipeName = None,
+    output: _Output = None,
+    as_json: AsJson = False,
+    json_to: JsonTo = None,
+    allow_code: AllowCode = False,
+    debug: Debug = False,
+    lowest: _run(float, "Learning rate of the first step.") = 1e-6,
+    highest: _run(float, "Learning rate of the last step.") = 1.0,
+    steps: _run(int, "Number of steps, at least 20.") = 200,
     **flags: Any,
 ) -> None:
-    recipe = _recipe(name, given(flags), allow_code=allow_code)
+    recipe = recipe_of(name, flags, allow_code=allow_code)
     recipes.check(recipe)
     folder = _folder(output)
     check_json(json_to)
     try:
         with Console(stderr=True).status("starting TensorFlow"):
-            start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+            start_tensorflow(debug=debug)
             finder = imported("tfgpu.tune.recipe_rate")
         with Console(stderr=True).status("training with a rising learning rate"):
             tested = finder.of_recipe(recipe, lowest=lowest, highest=highest, steps=steps)
@@ -213,12 +166,6 @@ def find_learning_rate(
         _show_settings(console, settings, folder)
     if not settings:
         raise typer.Exit(1)
-
-
-def _recipe(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> recipes.Recipe:
-    settings = ready.read(name) if name is not None else {}
-    refuse_code(settings, str(name), allow=allow_code, given=flags)
-    return recipes.make({**settings, **flags}, source=str(ready.path(name)) if name is not None else None)
 
 
 def _folder(output: Path | None) -> Path | None:
@@ -255,10 +202,8 @@ def _show_batches(console: Console, found: Any) -> None:
     replicas = f"{found.replicas} replicas" if found.replicas > 1 else "one device"
     console.print(f"{found.recipe.model} on {found.recipe.data}: {replicas}, {found.device}", markup=False)
     console.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("batch", "examples/s", "spread", "step", "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    numbers = ("batch", "examples/s", "spread", "step", "memory")
+    table = screen.table(*numbers, "", right=numbers)
     for one in sorted(found.tries, key=lambda one: one.batch):
         marks = [word for word, at in (("fastest", found.fastest), ("largest", found.largest)) if at == one.batch]
         if not one.fits:
@@ -279,10 +224,8 @@ def _show_batches(console: Console, found: Any) -> None:
 
 
 def _show_rates(console: Console, tested: Any) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("learning rate", justify="right")
-    table.add_column("loss, smoothed", justify="right")
-    table.add_column("")
+    numbers = ("learning rate", "loss, smoothed")
+    table = screen.table(*numbers, "", right=numbers)
     count = len(tested.rates)
     marked: dict[int, tuple[str, float]] = {}
     for word, rate in (("lowest loss", tested.lowest), ("suggestion", tested.suggestion)):

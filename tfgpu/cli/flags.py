@@ -1,4 +1,4 @@
-"""Command-line options from dataclasses, and from the recipe schema."""
+"""Command-line options: how they are declared, and those that several commands share."""
 
 import functools
 import inspect
@@ -12,25 +12,53 @@ import typer
 from rich.markup import escape
 
 from tfgpu import atomic
-from tfgpu.cli import completion
 from tfgpu.errors import InputError
+from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.trust import refuse_code
 
 Options = TypeVar("Options")
-# Options that several commands share, for `with_settings`.
-RECIPE_NAME = (str | None, None, [], "RECIPE", "A ready recipe (tfgpu train --list) or a YAML file; flags override it.")
-ALLOW_CODE = (
-    *(bool, False, ["--allow-code"], None),
-    "Allow files to name functions to call (module:function), as flags may.",
+
+
+def option(kind: Any, text: str, *names: str, metavar: str | None = None, panel: str | None = None, **more: Any) -> Any:
+    """The annotation of a parameter that is an option.
+
+    Args:
+        kind: its type; None is allowed too if the parameter's default is None.
+        text: its help. Backticks become bold; the short help shows the first sentence.
+        names: `--name` and `-n`; by default made of the parameter's name.
+        metavar: what stands for the value in the help.
+        panel: the heading in the long help.
+        more: other arguments of `typer.Option`.
+    """
+    return Annotated[kind, typer.Option(*names, metavar=metavar, help=marked(text), rich_help_panel=panel, **more)]
+
+
+def argument(kind: Any, metavar: str, text: str, **more: Any) -> Any:
+    """The annotation of a positional parameter."""
+    return Annotated[kind, typer.Argument(metavar=metavar, help=marked(text), **more)]
+
+
+def marked(text: str) -> str:
+    """Text as rich markup, in which backticks are bold.
+
+    Example:
+        >>> marked("As `--json`.")
+        'As [bold]--json[/].'
+    """
+    parts = escape(text).split("`")
+    return "".join(f"[bold]{part}[/]" if at % 2 else part for at, part in enumerate(parts))
+
+
+RecipeName = argument(
+    str | None, "RECIPE", "A ready recipe (tfgpu train --list) or a YAML file. Flags override it.", show_default=False
 )
-_JSON, _JSON_TO = "Print JSON instead of text.", "Write the JSON to a file."
-OWN_JSON = {
-    "as_json": (bool, False, ["--json"], None, _JSON),
-    "json_to": (Path | None, None, ["--json-to"], "FILE", _JSON_TO),
-}
-AsJson = Annotated[bool, typer.Option("--json", help=_JSON)]
-JsonTo = Annotated[Path | None, typer.Option("--json-to", metavar="FILE", help=_JSON_TO)]
-DEBUG = (bool, False, ["--debug"], None, "Show a traceback on failure (also TFGPU_DEBUG=1).")
+AllowCode = option(
+    bool, "Allow files to name functions to call (module:function), as flags may.", "--allow-code", panel="Run"
+)
+Debug = option(bool, "Show a traceback on failure (also TFGPU_DEBUG=1).", "--debug", panel="Run")
+AsJson = option(bool, "Print JSON instead of text.", "--json")
+JsonTo = option(Path | None, "Write the JSON to a file.", metavar="FILE")
 
 
 def with_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -39,46 +67,37 @@ def with_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], C
     Args:
         kind: the dataclass; each field is an option, annotated as a parameter of a Typer command.
     """
+    known = fields(kind)
+    parameters = [
+        _parameter(each.name, each.type, inspect.Parameter.empty if each.default is MISSING else each.default)
+        for each in known
+    ]
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
             command(kind(**values))
 
-        keyword, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-        run.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter(
-                    *(field.name, keyword),
-                    default=empty if field.default is MISSING else field.default,
-                    annotation=field.type,
-                )
-                for field in fields(kind)
-            ]
-        )
-        run.__annotations__ = {field.name: field.type for field in fields(kind)}
-        return run
+        return _signed(run, parameters)
 
     return decorate
 
 
-def with_settings(
-    own: Mapping[str, tuple], *, names: Mapping[str, completion.Names] | None = None
-) -> Callable[[Callable], Callable]:
-    """Decorates a command: it gets its own options, and one for each setting of the recipe schema.
+def with_settings(command: Callable) -> Callable:
+    """Decorates a command whose `**flags` are settings of the recipe schema: each becomes an option."""
+    own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    settings = [_setting(name, field) for name, field in recipes.Recipe.model_fields.items()]
+    return _signed(command, [*own, *settings])
 
-    Args:
-        own: options by name: type, default, flags (empty for a positional argument), placeholder and help.
-        names: shell completions by name of the option: functions that list names.
-    """
-    signature = _signature(own, names or {})
 
-    def decorate(command: Callable) -> Callable:
-        command.__signature__ = signature
-        command.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
-        return command
+def _signed(command: Callable, parameters: Sequence[inspect.Parameter]) -> Callable:
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
 
-    return decorate
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def check_json(json_to: Path | None) -> None:
@@ -104,6 +123,13 @@ def put_json(value: Any, *, as_json: bool, json_to: Path | None) -> bool:
     return as_json
 
 
+def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> recipes.Recipe:
+    """The recipe of a command's RECIPE and flags."""
+    settings, flags = {} if name is None else ready.read(name), given(flags)
+    refuse_code(settings, str(name), allow=allow_code, given=flags)
+    return recipes.make({**settings, **flags}, source=None if name is None else str(ready.path(name)))
+
+
 def flag_of(setting: str) -> str:
     """The flag of a setting of the recipe schema.
 
@@ -123,50 +149,26 @@ def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _signature(own: Mapping[str, tuple], names: Mapping[str, completion.Names]) -> inspect.Signature:
-    parameters = [
-        _parameter(name, kind, _own(default, flags, metavar, text, names.get(name)))
-        for name, (kind, default, flags, metavar, text) in own.items()
-    ]
-    for name, field in recipes.Recipe.model_fields.items():
-        kind, flag, metavar = _flag(name, field)
-        panel = field.json_schema_extra["panel"]
-        shown = {"metavar": metavar, "help": _help(name, field), "rich_help_panel": panel}
-        option = typer.Option(None, *flag, autocompletion=completion.of_setting(name), **shown)
-        parameters.append(_parameter(name, kind, option))
-    return inspect.Signature(parameters)
-
-
-def _own(default: Any, flags: Sequence[str], metavar: str | None, text: str, names: completion.Names | None) -> Any:
-    shown = {"metavar": metavar, "help": escape(text), "show_default": False}
-    if names is not None:
-        shown["autocompletion"] = completion.completing(names)
-    return typer.Option(default, *flags, rich_help_panel="Run", **shown) if flags else typer.Argument(default, **shown)
-
-
-def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:
-    """Returns a setting's type on the command line, its flag and its placeholder.
-
-    Values stay text: the schema parses them, so that a flag and a file give the same error for an invalid value.
-    """
-    flag = flag_of(name)
+def _setting(name: str, field: Any) -> inspect.Parameter:
+    """A setting's option. Values stay text: the schema parses them, so that a flag and a file give the same error."""
+    flag, kind, metavar = flag_of(name), str | None, "NAME"
     if field.annotation is bool:
-        return bool | None, [f"{flag}/--no-{flag[2:]}"], None
-    if get_origin(field.annotation) is dict:
-        return list[str] | None, [flag], "KEY=VALUE"
-    if isinstance(field.default, tuple):
-        return list[str] | None, [flag], "NAME"
-    if recipes.choices(name):
-        return str | None, [flag], "NAME"
-    placeholders = {"devices": "N|NAMES", "image_size": "HxW", int: "INTEGER", float: "NUMBER", str: "TEXT"}
-    keys = (name, field.annotation, *get_args(field.annotation))
-    return str | None, [flag], next(placeholders[key] for key in keys if key in placeholders)
+        flag, kind, metavar = f"{flag}/--no-{flag[2:]}", bool | None, None
+    elif get_origin(field.annotation) is dict:
+        kind, metavar = list[str] | None, "KEY=VALUE"
+    elif isinstance(field.default, tuple):
+        kind = list[str] | None
+    elif not recipes.choices(name):
+        placeholders = {"devices": "N|NAMES", "image_size": "HxW", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+        keys = (name, field.annotation, *get_args(field.annotation))
+        metavar = next(placeholders[key] for key in keys if key in placeholders)
+    text = option(kind, _help(name, field), flag, metavar=metavar, panel=field.json_schema_extra["panel"])
+    return _parameter(name, text, None)
 
 
 def _help(name: str, field: Any) -> str:
-    """Formats a setting's description, choices and default; backticks become bold."""
-    parts = escape(field.description).split("`")
-    text = "".join(f"[bold]{part}[/]" if i % 2 else part for i, part in enumerate(parts))
+    """A setting's description, choices and default."""
+    text = field.description
     if names := recipes.choices(name):
         text += f" One of: {', '.join(names)}."
     if field.default in (None, {}, ()):
@@ -174,11 +176,7 @@ def _help(name: str, field: Any) -> str:
     shown = ", ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
     if field.annotation is bool:
         shown = "yes" if field.default else "no"
-    return f"{text} [dim]{escape(f'[default: {shown}]')}[/]"
-
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+    return f"{text} [default: {shown}]"
 
 
 def pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """`tfgpu build-kernel`: builds a library of operations from C++ and CUDA sources."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from tfgpu.cli import screen
+from tfgpu.cli.flags import argument, option
 from tfgpu.cli.start import imported, start_tensorflow
 
 app = typer.Typer()
@@ -23,22 +23,11 @@ app = typer.Typer()
     ),
 )
 def build_kernel(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="SOURCE...", exists=True, dir_okay=False, help="C++ files, and CUDA files (.cu)."),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The library \\[libNAME.so beside the first source]."),
-    ] = None,
-    cuda: Annotated[
-        bool | None,
-        typer.Option(
-            "--cuda/--no-cuda", help="Require the CUDA files, or skip them. Default: build them if nvcc is installed."
-        ),
-    ] = None,
-    arch: Annotated[str, typer.Option(metavar="NAME", help="nvcc's -arch: all-major, native, sm_90.")] = "all-major",
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for each compiler call.")] = 600.0,
+    sources: argument(list[Path], "SOURCE...", "C++ files, and CUDA files (.cu).", exists=True, dir_okay=False),
+    output: option(Path | None, "The library [libNAME.so beside the first].", "--output", "-o", metavar="FILE") = None,
+    cuda: option(bool | None, "Require the CUDA files, or skip them [build them if nvcc is installed].") = None,
+    arch: option(str, "nvcc's -arch: all-major, native, sm_90.", metavar="NAME") = "all-major",
+    timeout: option(float, "Limit for each compiler call.", metavar="SECONDS") = 600.0,
 ) -> None:
     start_tensorflow()
     building = imported("tfgpu.interop.building")

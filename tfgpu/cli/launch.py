@@ -1,17 +1,18 @@
 """`tfgpu launch`: runs a script in many processes, on one or more machines, through Slurm or on Kubernetes."""
 
+import functools
 import math
 import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import with_options
+from tfgpu.cli.flags import argument, option, with_options
 from tfgpu.errors import InputError
 from tfgpu.launch.attempts import GRACE_S
 from tfgpu.launch.job import Job
@@ -19,7 +20,8 @@ from tfgpu.launch.screen import default_folder
 from tfgpu.redact import Cleaner, is_secret
 
 app = typer.Typer()
-_SSH, _SLURM, _KUBERNETES = "Several machines", "Slurm", "Kubernetes"
+_ssh, _slurm = functools.partial(option, panel="Several machines"), functools.partial(option, panel="Slurm")
+_kubernetes = functools.partial(option, panel="Kubernetes")
 _BATCH_GRACE_S = 60
 _OF_SSH = ("python", "directory", "ssh")
 _OF_SLURM = ("nodes", "time", "partition", "account", "sbatch", "dry_run", "wait")
@@ -29,104 +31,72 @@ _OF_KUBERNETES = (
 )
 
 
-def _option(kind: type, panel: str, metavar: str, words: str) -> Any:
-    """An option of one engine; the engine's code sets its default."""
-    return Annotated[kind | None, typer.Option(metavar=metavar, help=words.replace("[", "\\["), rich_help_panel=panel)]
-
-
-def _flag(panel: str, name: str, words: str) -> Any:
-    return Annotated[bool, typer.Option(name, help=words, rich_help_panel=panel)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `tfgpu launch`."""
 
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")]
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", "-n", metavar="N", help="Training processes, on all machines together \\[1 each]."),
-    ] = None
-    parameter_servers: Annotated[
-        int, typer.Option("--ps", metavar="N", help="Number of parameter servers; they also add a chief.")
-    ] = 0
-    evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="Add a process that evaluates what the others save.")
-    ] = False
-    gpus_per_worker: Annotated[
-        int | None, typer.Option(metavar="G", help="GPUs per worker \\[an equal share]; 0 trains on the CPU.")
-    ] = None
-    max_restarts: Annotated[
-        int, typer.Option(metavar="R", help="How often to restart all processes after a failure.")
-    ] = 0
-    startup_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to wait for all processes at the start.")
-    ] = 60.0
-    heartbeat_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds without a heartbeat after which a process has failed; 0: never.")
-    ] = 60.0
-    grace_period: Annotated[
+    script: argument(str, "SCRIPT", "The Python file, before its own arguments.")
+    arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None
+    workers: option(
+        int | None, "Training processes, on all machines together [1 each].", "--workers", "-n", metavar="N"
+    ) = None
+    parameter_servers: option(int, "Number of parameter servers, which also add a chief.", "--ps", metavar="N") = 0
+    evaluator: option(bool, "Add a process that evaluates what the others save.", "--evaluator") = False
+    gpus_per_worker: option(int | None, "GPUs per worker [an equal share]; 0 trains on the CPU.", metavar="G") = None
+    max_restarts: option(int, "How often to restart all processes after a failure.", metavar="R") = 0
+    startup_timeout: option(float, "Seconds to wait for all processes at the start.", metavar="S") = 60.0
+    heartbeat_timeout: option(
+        float, "Seconds without a heartbeat after which a process has failed; 0: never.", metavar="S"
+    ) = 60.0
+    grace_period: option(
         float | None,
-        typer.Option(
-            metavar="S",
-            help=f"Seconds to save after Ctrl-C, SIGTERM or preemption \\[{GRACE_S:g}; Slurm, Kubernetes: "
-            f"{_BATCH_GRACE_S}].",
-        ),
-    ] = None
-    logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the log files \\[tfgpu-logs/<time>-<script>].")
-    ] = None
-    no_logs: Annotated[bool, typer.Option("--no-logs", help="Write no log files.")] = False
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; without VALUE, its value here."),
-    ] = None
-    hosts: _option(str, _SSH, "HOSTS", "Machines to reach by ssh: host1,host2.") = None
-    python: _option(str, _SSH, "PATH", "Python interpreter on the machines [as here].") = None
-    directory: _option(str, _SSH, "DIR", "Working directory on the machines [as here].") = None
-    ssh: _option(str, _SSH, "COMMAND", "ssh with your own options.") = None
-    slurm: _flag(_SLURM, "--slurm", "Submit to Slurm; -n: processes on all nodes together.") = False
-    nodes: _option(str, _SLURM, "N", "Number of machines [1].") = None
-    time: _option(str, _SLURM, "LIMIT", "Time limit: minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None
-    partition: _option(str, _SLURM, "NAME", "Partition of the job [the default one].") = None
-    account: _option(str, _SLURM, "NAME", "Account to charge [your default].") = None
-    sbatch: _option(list[str], _SLURM, "OPTION", "Another option for sbatch: --sbatch=--qos=high.") = None
-    dry_run: _flag(_SLURM, "--dry-run", "Show the batch file without submitting it.") = False
-    wait: _flag(_SLURM, "--wait", "Wait for the job to end, and exit with its code.") = False
-    kubernetes: _option(str, _KUBERNETES, "KIND", "Print manifests (job, tfjob, trainjob); start nothing.") = None
-    name: _option(str, _KUBERNETES, "NAME", "Name of the objects and pods.") = None
-    image: _option(str, _KUBERNETES, "IMAGE", "The container image.") = None
-    in_image: _flag(_KUBERNETES, "--in-image", "The script is a path in the image.") = False
-    claim: _option(str, _KUBERNETES, "NAME", "The volume claim for the checkpoints.") = None
-    claim_size: _option(str, _KUBERNETES, "SIZE", "Create the claim with this size, such as 100Gi.") = None
-    storage_class: _option(str, _KUBERNETES, "NAME", "Storage class of a created claim [the cluster's default].") = None
-    namespace: _option(str, _KUBERNETES, "NAME", "Namespace of the objects [kubectl's].") = None
-    mount: _option(str, _KUBERNETES, "DIR", "Mount path of the claim [/checkpoints].") = None
-    cpu: _option(str, _KUBERNETES, "N", "Cores of each pod [4].") = None
-    memory: _option(str, _KUBERNETES, "SIZE", "Memory of each pod [16Gi].") = None
-    shared_memory: _option(str, _KUBERNETES, "SIZE", "/dev/shm of each pod [2Gi].") = None
-    scheduling_timeout: _option(int, _KUBERNETES, "S", "Seconds within which all pods must start [600].") = None
-    port: _option(int, _KUBERNETES, "PORT", "Port of the workers [2222].") = None
-    user: _option(int, _KUBERNETES, "UID", "User that the container runs as [10001].") = None
-    pull_secret: _option(str, _KUBERNETES, "NAME", "Secret for the image registry.") = None
-    node_selector: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label that nodes must have.") = None
-    label: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label for all objects.") = None
+        f"Seconds to save after Ctrl-C, SIGTERM or preemption [{GRACE_S:g}; Slurm, Kubernetes: {_BATCH_GRACE_S}].",
+        metavar="S",
+    ) = None
+    logs: option(Path | None, "Folder for the log files [tfgpu-logs/<time>-<script>].", metavar="DIR") = None
+    no_logs: option(bool, "Write no log files.", "--no-logs") = False
+    env: option(
+        list[str] | None, "A variable for every process; without VALUE, its value here.", metavar="NAME[=VALUE]"
+    ) = None
+    hosts: _ssh(str | None, "Machines to reach by ssh: host1,host2.", metavar="HOSTS") = None
+    python: _ssh(str | None, "Python interpreter on the machines [as here].", metavar="PATH") = None
+    directory: _ssh(str | None, "Working directory on the machines [as here].", metavar="DIR") = None
+    ssh: _ssh(str | None, "ssh with your own options.", metavar="COMMAND") = None
+    slurm: _slurm(bool, "Submit to Slurm; -n: processes on all nodes together.", "--slurm") = False
+    nodes: _slurm(str | None, "Number of machines [1].", metavar="N") = None
+    time: _slurm(str | None, "Time limit: minutes, 12:00:00 or 2-12:00:00 [the partition's].", metavar="LIMIT") = None
+    partition: _slurm(str | None, "Partition of the job [the default one].", metavar="NAME") = None
+    account: _slurm(str | None, "Account to charge [your default].", metavar="NAME") = None
+    sbatch: _slurm(list[str] | None, "Another option for sbatch: --sbatch=--qos=high.", metavar="OPTION") = None
+    dry_run: _slurm(bool, "Show the batch file without submitting it.", "--dry-run") = False
+    wait: _slurm(bool, "Wait for the job to end, and exit with its code.", "--wait") = False
+    kubernetes: _kubernetes(str | None, "Print manifests (job, tfjob, trainjob); start nothing.", metavar="KIND") = None
+    name: _kubernetes(str | None, "Name of the objects and pods.", metavar="NAME") = None
+    image: _kubernetes(str | None, "The container image.", metavar="IMAGE") = None
+    in_image: _kubernetes(bool, "The script is a path in the image.", "--in-image") = False
+    claim: _kubernetes(str | None, "The volume claim for the checkpoints.", metavar="NAME") = None
+    claim_size: _kubernetes(str | None, "Create the claim with this size, such as 100Gi.", metavar="SIZE") = None
+    storage_class: _kubernetes(
+        str | None, "Storage class of a created claim [the cluster's default].", metavar="NAME"
+    ) = None
+    namespace: _kubernetes(str | None, "Namespace of the objects [kubectl's].", metavar="NAME") = None
+    mount: _kubernetes(str | None, "Mount path of the claim [/checkpoints].", metavar="DIR") = None
+    cpu: _kubernetes(str | None, "Cores of each pod [4].", metavar="N") = None
+    memory: _kubernetes(str | None, "Memory of each pod [16Gi].", metavar="SIZE") = None
+    shared_memory: _kubernetes(str | None, "/dev/shm of each pod [2Gi].", metavar="SIZE") = None
+    scheduling_timeout: _kubernetes(int | None, "Seconds within which all pods must start [600].", metavar="S") = None
+    port: _kubernetes(int | None, "Port of the workers [2222].", metavar="PORT") = None
+    user: _kubernetes(int | None, "User that the container runs as [10001].", metavar="UID") = None
+    pull_secret: _kubernetes(str | None, "Secret for the image registry.", metavar="NAME") = None
+    node_selector: _kubernetes(list[str] | None, "A label that nodes must have.", metavar="KEY=VALUE") = None
+    label: _kubernetes(list[str] | None, "A label for all objects.", metavar="KEY=VALUE") = None
 
 
 @app.command(
     "launch",
     cls=screen.first(
-        script="The Python file; the arguments after it are its own.",
-        workers="Training processes, on all machines together [1 each].",
-        gpus_per_worker="GPUs per worker [an equal share]; 0: the CPU.",
-        parameter_servers="Number of parameter servers; they also add a chief.",
-        max_restarts="How often to restart all processes after a failure [0].",
-        hosts="Machines to reach by ssh: host1,host2.",
-        slurm="Submit to Slurm: --nodes, --time, --partition, ...",
-        kubernetes="Print manifests: job, tfjob or trainjob.",
-        env="A variable for every process.",
-        logs="Folder for the log files [tfgpu-logs/<time>-<script>].",
+        *("script", "workers", "gpus_per_worker", "parameter_servers", "max_restarts", "hosts", "slurm", "kubernetes"),
+        *("env", "logs"),
     ),
     short_help="Run a script as several processes that train together.",
     help="Run a script in several processes that train together, supervise them, and restart them after a failure.",

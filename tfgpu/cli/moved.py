@@ -33,7 +33,6 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--json FILE": "--json-to FILE",
     },
     "doctor": {"--workers": "--hosts"},
-    "top": {"--workers": "--hosts"},
 }
 """By command ("" is all): old option -> new. `--json FILE` is for an option that took a value, and does no longer."""
 OPTIONS["profile"] |= {"--rows": f"{_PIPELINE} --batch", "--schedule": f"{_PIPELINE} --pipeline-schedule"}
@@ -58,8 +57,8 @@ def option(command: str, name: str | None, words: Sequence[str] = ()) -> str | N
         words: everything that was typed.
 
     Example:
-        >>> option("top", "--workers")
-        '`tfgpu top --workers` is now `--hosts`.'
+        >>> option("doctor", "--workers")
+        '`tfgpu doctor --workers` is now `--hosts`.'
     """
     known = OPTIONS.get(command, {})
     if name is None:

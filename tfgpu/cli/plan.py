@@ -1,16 +1,16 @@
 """`tfgpu plan`: the possible layouts of a model over devices, their memory, and the time of a step."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, pairs, put_json, with_options
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, option, pairs, put_json, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel.planning import hardware, timing
@@ -22,97 +22,51 @@ app = typer.Typer()
 _SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
 _BUILDER = {"depth": "layers", "width": "hidden", "mlp_width": "mlp", "dropout": "dropout", "heads": "heads"}
 _WIDE = 112  # terminal columns needed to show the parts of each sum
-_DEFAULT_PRECISION = "mixed_bfloat16"
-
-
-def _option(
-    help_text: str,
-    *flags: str,
-    metavar: str | None = None,
-    panel: str = "Model",
-    names: completion.Names | None = None,
-) -> Any:
-    shown = {"help": escape(help_text), "metavar": metavar, "show_default": False, "rich_help_panel": panel}
-    return typer.Option(*flags, autocompletion=None if names is None else completion.completing(names), **shown)
-
-
-def _on(help_text: str, *flags: str, metavar: str | None = None, names: completion.Names | None = None) -> Any:
-    return _option(help_text, *flags, metavar=metavar, panel="Devices", names=names)
+_model, _on = functools.partial(option, panel="Model"), functools.partial(option, panel="Devices")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `tfgpu plan`."""
 
-    devices: Annotated[int, _on("Number of devices.", "--devices", metavar="N")]
-    model: Annotated[
-        str | None,
-        _option("A model, as for `tfgpu train`; or give the sizes of a transformer.", names=completion.models),
-    ] = None
-    model_option: Annotated[
-        list[str] | None,
-        _option("An argument of the model's builder.", metavar="KEY=VALUE"),
-    ] = None
-    input_shape: Annotated[str | None, _option("Shape of one example, such as 224x224x3.", metavar="NxN")] = None
-    classes: Annotated[int | None, _option("Number of classes; for a transformer, its vocabulary.")] = None
-    layers: Annotated[int | None, _option("Transformer: number of blocks.")] = None
-    hidden: Annotated[int | None, _option("Transformer: hidden size.")] = None
-    heads: Annotated[int | None, _option("Transformer: attention heads.")] = None
-    sequence: Annotated[int | None, _option("Transformer: sequence length.")] = None
-    vocabulary: Annotated[int | None, _option("Transformer: vocabulary size.")] = None
-    mlp: Annotated[int | None, _option("Transformer: hidden size of the MLP [4 times --hidden].")] = None
-    dropout: Annotated[bool, _option("Transformer: uses dropout, whose masks take memory.", "--dropout")] = False
-    pretrained: Annotated[
-        str | None,
-        _option(
-            f"A published model: {', '.join(DECODERS)}; with --sequence [2048].", metavar="NAME", names=lambda: DECODERS
-        ),
-    ] = None
-    lora: Annotated[int | None, _option("Pretrained: rank of LoRA [all weights are trained].")] = None
-    weights: Annotated[
-        str,
-        _option(
-            f"Pretrained: frozen weights, one of {', '.join(WEIGHTS)} [float32].", metavar="NAME", names=lambda: WEIGHTS
-        ),
-    ] = "float32"
-    batch: Annotated[int | None, _option("Global batch [8 per device].")] = None
-    optimizer: Annotated[
-        str, _option("Optimizer name, or its number of slots per parameter [adamw].", metavar="NAME|INTEGER")
-    ] = "adamw"
-    precision: Annotated[
-        str,
-        _option(f"Compute precision [{_DEFAULT_PRECISION}].", metavar="NAME", names=lambda: PRECISIONS),
-    ] = _DEFAULT_PRECISION
-    loss: Annotated[
-        str,
-        _option(
-            "`batch`: of the whole batch, as parallel.pipeline [batch]; `microbatch`: as Megatron-LM.",
-            metavar="NAME",
-        ),
-    ] = "batch"
-    device: Annotated[
-        str,
-        _on(
-            f"One of: {', '.join(hardware.DEVICES)} [a100-80].",
-            "--device",
-            metavar="NAME",
-            names=lambda: hardware.DEVICES,
-        ),
-    ] = "a100-80"
-    device_memory: Annotated[str | None, _on("Memory of a device, such as 80GB [the device's].", metavar="SIZE")] = None
-    devices_per_host: Annotated[int, _on("Devices per host [8].")] = 8
-    flops: Annotated[float | None, _on("Peak FLOP/s of a device, such as 312e12.")] = None
-    bandwidth: Annotated[
-        str | None, _on("Bytes per second between devices of a host, such as 300GB.", metavar="SIZE")
-    ] = None
-    host_bandwidth: Annotated[
-        str | None, _on("Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE")
-    ] = None
-    efficiency: Annotated[float, _on(f"Share of --flops reached while computing [{timing.EFFICIENCY}].")] = (
-        timing.EFFICIENCY
+    devices: _on(int, "Number of devices (required).", "--devices", metavar="N")
+    model: _model(str | None, "A model, as for `tfgpu train`; or give the sizes of a transformer.", metavar="NAME") = (
+        None
     )
-    headroom: Annotated[float, _on(f"Share of the memory to leave free [{HEADROOM}].")] = HEADROOM
-    limit: Annotated[int, _option("Number of layouts to show [10].", panel="Output")] = 10
+    model_option: _model(list[str] | None, "An argument of the model's builder.", metavar="KEY=VALUE") = None
+    input_shape: _model(str | None, "Shape of one example, such as 224x224x3.", metavar="NxN") = None
+    classes: _model(int | None, "Number of classes; for a transformer, its vocabulary.") = None
+    layers: _model(int | None, "Transformer: number of blocks.") = None
+    hidden: _model(int | None, "Transformer: hidden size.") = None
+    heads: _model(int | None, "Transformer: attention heads.") = None
+    sequence: _model(int | None, "Transformer: sequence length.") = None
+    vocabulary: _model(int | None, "Transformer: vocabulary size.") = None
+    mlp: _model(int | None, "Transformer: hidden size of the MLP [4 times --hidden].") = None
+    dropout: _model(bool, "Transformer: uses dropout, whose masks take memory.", "--dropout") = False
+    pretrained: _model(
+        str | None,
+        f"A published model, such as llama3-8b. One of: {', '.join(DECODERS)}; with --sequence [2048].",
+        metavar="NAME",
+    ) = None
+    lora: _model(int | None, "Pretrained: rank of LoRA [all weights are trained].") = None
+    weights: _model(str, f"Pretrained: frozen weights, one of {', '.join(WEIGHTS)}.", metavar="NAME") = "float32"
+    batch: _model(int | None, "Global batch [8 per device].") = None
+    optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", metavar="NAME|INTEGER") = "adamw"
+    precision: _model(str, "Compute precision.", metavar="NAME") = "mixed_bfloat16"
+    loss: _model(
+        str, "`batch`: of the whole batch, as parallel.pipeline; `microbatch`: as Megatron-LM.", metavar="NAME"
+    ) = "batch"
+    device: _on(str, f"The kind of device. One of: {', '.join(hardware.DEVICES)}.", metavar="NAME") = "a100-80"
+    device_memory: _on(str | None, "Memory of a device, such as 80GB [the device's].", metavar="SIZE") = None
+    devices_per_host: _on(int, "Devices per host.") = 8
+    flops: _on(float | None, "Peak FLOP/s of a device, such as 312e12.") = None
+    bandwidth: _on(str | None, "Bytes per second between devices of a host, such as 300GB.", metavar="SIZE") = None
+    host_bandwidth: _on(str | None, "Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE") = (
+        None
+    )
+    efficiency: _on(float, "Share of --flops reached while computing.") = timing.EFFICIENCY
+    headroom: _on(float, "Share of the memory to leave free.") = HEADROOM
+    limit: option(int, "Number of layouts to show.", panel="Output") = 10
     as_json: AsJson = False
     json_to: JsonTo = None
 
@@ -120,16 +74,9 @@ class Options:
 @app.command(
     "plan",
     cls=screen.first(
-        devices="Number of devices (required).",
-        model="A model, as for tfgpu train; or a transformer's sizes:",
+        *("devices", "model", "layers", "pretrained", "input_shape", "classes", "batch", "device", "precision"),
+        *("limit", "json_to"),
         layers="Blocks; with --hidden --heads --sequence --vocabulary.",
-        pretrained="A published model, such as llama3-8b.",
-        input_shape="Shape of one example, such as 224x224x3.",
-        classes="Number of classes; of a transformer, its vocabulary.",
-        batch="Global batch [8 per device].",
-        device="The kind of device: v100-16, a100-80, h100-80, ... [a100-80].",
-        precision=None,
-        limit="Number of layouts to show [10].",
         json_to="Write all layouts to a file; --json prints them.",
     ),
     short_help="List the layouts of a model over devices, the fastest first.",

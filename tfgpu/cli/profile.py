@@ -1,23 +1,25 @@
 """`tfgpu profile`: what limits a training, and which setting helps."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json, with_options
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json, recipe_of, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
 from tfgpu.recipes import ready
+from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer()
-_STEPS = "The steps that are recorded"
+_steps = functools.partial(option, panel="The steps that are recorded")
 _WINDOW = ("skip", "calls", "seconds", "nvtx")
 _FOLDER = Path("profile")
 
@@ -26,66 +28,24 @@ _FOLDER = Path("profile")
 class Options:
     """The options of `tfgpu profile`."""
 
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script (.py), a recipe (.yaml, or a ready one's name), or a trace: .xplane.pb, or a folder.",
-            autocompletion=completion.completing(lambda: ["input", "pipeline", *completion.ready_recipes()]),
-        ),
-    ]
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
-    skip: Annotated[
-        int | None,
-        typer.Option(
-            min=0, rich_help_panel=_STEPS, help="Warm-up calls to skip; in `fit` a call is a block of steps [3]."
-        ),
-    ] = None
-    calls: Annotated[
-        int | None, typer.Option(min=2, rich_help_panel=_STEPS, help="Calls to record, for at least 0.3 s [10].")
-    ] = None
-    seconds: Annotated[
-        float | None, typer.Option(min=0.01, rich_help_panel=_STEPS, help="Longest time to record [5].")
-    ] = None
-    whole: Annotated[
-        bool, typer.Option("--whole", rich_help_panel=_STEPS, help="Run the script to its end after recording.")
-    ] = False
-    nvtx: Annotated[
-        bool,
-        typer.Option(
-            "--nvtx", rich_help_panel=_STEPS, help="Mark the steps for nsys or ncu instead of recording them."
-        ),
-    ] = False
-    allow_code: Annotated[
-        bool,
-        typer.Option("--allow-code", rich_help_panel=_STEPS, help="Allow a recipe to name functions to call."),
-    ] = False
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="The folder \\[profile].",
-        ),
-    ] = None
+    target: argument(
+        str, "TARGET", "A script (.py), a recipe or its name, or a recorded trace; .xplane.pb, or a folder."
+    )
+    arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None
+    skip: _steps(int | None, "Warm-up calls to skip [3]; in `fit` a call is a block of steps.", min=0) = None
+    calls: _steps(int | None, "Calls to record [10], for at least 0.3 s.", min=2) = None
+    seconds: _steps(float | None, "Longest time to record [5].", min=0.01) = None
+    whole: _steps(bool, "Run the script to its end after recording.", "--whole") = False
+    nvtx: _steps(bool, "Mark the steps for nsys or ncu instead of recording them.", "--nvtx") = False
+    allow_code: _steps(bool, "Allow a recipe to name functions to call.", "--allow-code") = False
+    output: option(Path | None, "The folder of the report [profile].", "--output", "-o", metavar="DIR") = None
     as_json: AsJson = False
     json_to: JsonTo = None
 
 
 @app.command(
     "profile",
-    cls=screen.first(
-        target="A script (.py), a recipe or its name, or a recorded trace.",
-        arguments="Arguments of the script.",
-        skip="Warm-up calls to skip [3].",
-        calls="Calls to record; in fit a call is a block of steps [10].",
-        seconds="Longest time to record [5].",
-        whole="Run the script to its end after recording.",
-        output="The folder of the report [profile].",
-        as_json=None,
-        json_to=None,
-    ),
+    cls=screen.first(*("target", "arguments", "skip", "calls", "seconds", "whole", "output", "as_json", "json_to")),
     short_help="Say what limits a training: steps, input, pipeline.",
     help="Profile a script, a recipe or a recorded trace: what limits the steps, and what to change.",
     epilog=(
@@ -100,21 +60,7 @@ class Options:
 @with_options(Options)
 def profile(options: Options) -> None:
     check_json(options.json_to)
-    _profile(options, options.target)
-
-
-def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value not in (None, False, [])}
-
-
-def _reject(given: dict[str, Any], needs: str) -> None:
-    if given:
-        names = ", ".join(f"--{name}" for name in given)
-        raise InputError(f"{names}: only valid with {needs}. See `tfgpu profile --help`.")
-
-
-def _profile(options: Options, target: str) -> None:
+    target = options.target
     path, output, window = _path(target), options.output or _FOLDER, _given(options, _WINDOW)
     is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
     if options.allow_code and not is_recipe:
@@ -123,7 +69,9 @@ def _profile(options: Options, target: str) -> None:
         raise InputError(f"Arguments and --whole are for scripts. Received: {target!r}. Omit them.")
     if not (is_script or is_recipe):
         _reject(window, "a script or a recipe, not with a recorded trace")
-    recipe = _recipe(path, target, options.allow_code) if is_recipe else None
+    recipe = recipe_of(str(path), {}, allow_code=options.allow_code) if is_recipe else None
+    if recipe is not None:
+        recipes.check(recipe)
     start_tensorflow()
     targets = imported("tfgpu.measure.profiling.targets")
     # The script's output must not mix with the JSON.
@@ -139,15 +87,15 @@ def _profile(options: Options, target: str) -> None:
         _show(report, output)
 
 
-def _recipe(path: Path, target: str, allow_code: bool) -> Any:
-    from tfgpu.recipes import recipe as recipes
-    from tfgpu.recipes.trust import refuse_code
+def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, False, [])}
 
-    settings = recipes.read(path)
-    refuse_code(settings, target, allow=allow_code)
-    recipe = recipes.make(settings, source=str(path))
-    recipes.check(recipe)
-    return recipe
+
+def _reject(given: dict[str, Any], needs: str) -> None:
+    if given:
+        names = ", ".join(f"--{name}" for name in given)
+        raise InputError(f"{names}: only valid with {needs}. See `tfgpu profile --help`.")
 
 
 def _path(target: str) -> Path:

@@ -1,46 +1,37 @@
 """`tfgpu profile input`: how fast this machine reads and trains a recipe's data."""
 
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import ALLOW_CODE, OWN_JSON, RECIPE_NAME, check_json, given, put_json, with_settings
+from tfgpu.cli import screen
+from tfgpu.cli.flags import (
+    AllowCode,
+    AsJson,
+    JsonTo,
+    RecipeName,
+    check_json,
+    option,
+    put_json,
+    recipe_of,
+    with_settings,
+)
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.measure import rates
-from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
-from tfgpu.recipes.trust import refuse_code
 
 app = typer.Typer()
-OWN = {
-    "name": RECIPE_NAME,
-    "allow_code": ALLOW_CODE,
-    "workers": (int, 1, ["--workers", "-n"], "N", "Measure the input of one of so many workers instead [1]."),
-    "seconds": (float, 1.0, ["--seconds"], "NUMBER", "Length of each measurement [1]."),
-    "repeats": (int, 3, ["--repeats"], "INTEGER", "Measurements of each rate [3]."),
-    **OWN_JSON,
-}
 
 
 @app.command(
     "profile input",
     short_help="Measure how fast data is read, and what would help.",
     cls=screen.first(
-        name="A ready recipe (tfgpu train --list) or a YAML file.",
+        *("name", "data", "model", "global_batch", "image_size", "workers", "seconds", "repeats", "as_json", "json_to"),
         data="digits, tfds:NAME, a folder, a file, or module:function.",
         model="cnn, resnet, vit, ResNet50, ..., or module:function.",
-        global_batch="Examples per step, over all replicas together [32].",
-        image_size="Resize images to HEIGHTxWIDTH.",
-        workers="Measure the input of one of N workers [1].",
-        seconds=None,
-        repeats=None,
-        as_json=None,
-        json_to=None,
     ),
     help="Measure the input, the model and both together; name the bottleneck and the settings that help.",
     epilog=(
@@ -50,21 +41,18 @@ OWN = {
         "tfgpu profile input runs/best/config.yaml --json"
     ),
 )
-@with_settings(OWN, names={"name": completion.ready_recipes})
+@with_settings
 def profile_input(
-    *,
-    name: str | None,
-    allow_code: bool,
-    workers: int,
-    seconds: float,
-    repeats: int,
-    as_json: bool,
-    json_to: Path | None,
+    name: RecipeName = None,
+    allow_code: AllowCode = False,
+    workers: option(int, "Measure the input of one of N workers.", "--workers", "-n", metavar="N") = 1,
+    seconds: option(float, "Length of each measurement.") = 1.0,
+    repeats: option(int, "Measurements of each rate.") = 3,
+    as_json: AsJson = False,
+    json_to: JsonTo = None,
     **flags: Any,
 ) -> None:
-    flags, settings = given(flags), {} if name is None else ready.read(name)
-    refuse_code(settings, str(name), allow=allow_code, given=flags)
-    recipe = recipes.make({**settings, **flags}, source=None if name is None else str(ready.path(name)))
+    recipe = recipe_of(name, flags, allow_code=allow_code)
     recipes.check(recipe)
     rates.check(seconds, repeats)
     check_json(json_to)
@@ -87,14 +75,6 @@ def profile_input(
         _show_workers(measured)
 
 
-def _table(*columns: tuple[str, str]) -> Table:
-    """A table without lines; each column has a heading and a side."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in columns:
-        table.add_column(heading, justify=justify, overflow="fold")
-    return table
-
-
 def _show_input(measured: Any) -> None:
     console = Console(highlight=False)
     about = measured.facts
@@ -104,14 +84,14 @@ def _show_input(measured: Any) -> None:
         f"batches of {about['global_batch']:,}, {', '.join(about['devices'])}, {about['cores']} CPU cores\n",
         markup=False,
     )
-    table = _table(("", "left"), ("examples/s", "right"), ("spread", "right"), ("", "left"))
+    table = screen.table("", "examples/s", "spread", "", right=("examples/s", "spread"), fold=True)
     for name, label in (("input", "input alone"), ("model", "model alone"), ("together", "together")):
         rate = getattr(measured, name)
         mark = "[yellow]the bottleneck[/]" if name == measured.bottleneck else ""
         table.add_row(f"[bold]{label}[/]", f"{rate.median:,.0f}", f"{rate.spread:.0%}", mark)
     console.print(table)
     console.print(f"\n{escape(measured.advice)}\n", soft_wrap=True)
-    tried = _table(("the input with", "left"), ("examples/s", "right"), ("ratio", "right"), ("", "left"))
+    tried = screen.table("the input with", "examples/s", "ratio", "", right=("examples/s", "ratio"), fold=True)
     for trial in measured.trials:
         color = "green" if trial.ratio >= 1.1 else "red" if trial.ratio <= 0.9 else "none"
         tried.add_row(
@@ -131,7 +111,8 @@ def _show_workers(measured: Any) -> None:
         f"batches of {about['global_batch']:,}, {about['cores']} CPU cores\n",
         markup=False,
     )
-    table = _table(("", "left"), ("examples/s", "right"), ("spread", "right"), ("CPU µs each", "right"))
+    numbers = ("examples/s", "spread", "CPU µs each")
+    table = screen.table("", *numbers, right=numbers, fold=True)
     for name, label in (("alone", "one device"), ("worker", "a worker")):
         rate = getattr(measured, name)
         table.add_row(
@@ -141,7 +122,7 @@ def _show_workers(measured: Any) -> None:
     console.print(
         f"\n{measured.workers} such workers, each with a machine like this, supply {measured.supply:,.0f} examples/s.\n"
     )
-    done = _table(("stage", "left"), ("work / share", "right"), ("", "left"))
+    done = screen.table("stage", "work / share", "", right=("work / share",), fold=True)
     for stage in measured.stages:
         everywhere = "on every worker" if stage.work == measured.workers else ""
         note = ", ".join(filter(None, (everywhere, stage.note)))

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, put_json, with_options
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, option, put_json, with_options
 from tfgpu.cli.start import imported, start_tensorflow
-from tfgpu.parallel.pipeline.schedule import SCHEDULES
 
 app = typer.Typer()
 
@@ -19,37 +17,17 @@ app = typer.Typer()
 class Options:
     """The options of `tfgpu profile pipeline`."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A builder's name, or module:function.",
-            autocompletion=completion.completing(completion.models),
-        ),
-    ] = "mlp"
-    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Number of pipeline stages.")] = 4
-    microbatches: Annotated[int, typer.Option(min=1, metavar="N", help="Number of micro-batches.")] = 8
-    pipeline_schedule: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="1f1b, gpipe or interleaved.",
-            autocompletion=completion.completing(lambda: SCHEDULES),
-        ),
-    ] = "1f1b"
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Number of devices \\[from the stages]."),
-    ] = None
-    cuts: Annotated[
-        list[str] | None,
-        typer.Option("--cut", metavar="LAYER", help="A layer that begins a stage; repeatable."),
-    ] = None
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batch \\[8 per micro-batch].")] = None
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to measure; the median is drawn.")] = 3
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture: .html, .svg, .png or .json.")
-    ] = Path("schedule.html")
+    model: option(str, "A builder's name, or module:function.", metavar="NAME") = "mlp"
+    stages: option(int, "Number of pipeline stages.", min=1, metavar="N") = 4
+    microbatches: option(int, "Number of micro-batches.", min=1, metavar="N") = 8
+    pipeline_schedule: option(str, "1f1b, gpipe or interleaved.", metavar="NAME") = "1f1b"
+    devices: option(int | None, "Number of devices [from the stages].", min=1, metavar="N") = None
+    cuts: option(list[str] | None, "A layer that begins a stage; repeatable.", "--cut", metavar="LAYER") = None
+    batch: option(int | None, "Batch [8 per micro-batch].", min=1, metavar="N") = None
+    steps: option(int, "Steps to measure; the median is drawn.", min=1, metavar="N") = 3
+    output: option(Path, "The picture: .html, .svg, .png or .json.", "--output", "-o", metavar="FILE") = Path(
+        "schedule.html"
+    )
     as_json: AsJson = False
     json_to: JsonTo = None
 

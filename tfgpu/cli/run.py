@@ -1,11 +1,10 @@
 """`tfgpu run`: runs a user's script."""
 
-from typing import Annotated
-
 import typer
 
 from tfgpu import rendezvous
 from tfgpu.cli import screen
+from tfgpu.cli.flags import argument, option
 from tfgpu.cli.start import complain
 from tfgpu.run import interrupted, run
 
@@ -20,15 +19,13 @@ app = typer.Typer()
     context_settings={"allow_interspersed_args": False},
 )
 def run_script(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None,
-    startup_timeout: Annotated[
+    script: argument(str, "SCRIPT", "The Python file."),
+    arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None,
+    startup_timeout: option(
         str | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Before SCRIPT: seconds to wait for the other processes of the cluster; 0 does not wait [60].",
-        ),
-    ] = None,
+        "Before SCRIPT: seconds to wait for the other processes of the cluster; 0 does not wait [60].",
+        metavar="SECONDS",
+    ) = None,
 ) -> None:
     seconds = None if startup_timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: startup_timeout})
     try:

@@ -1,6 +1,7 @@
 """The help of commands: what matters first fits a terminal of 80 x 24 characters; `--help-all` shows every option."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -18,17 +19,33 @@ _ALL = "--help-all"
 _WIDEST = 120
 
 
-def first(**options: str | None) -> type[TyperCommand]:
+def table(*titles: str, right: Sequence[str] = (), fold: bool = False, **options: Any) -> Table:
+    """A table without lines.
+
+    Args:
+        titles: the columns' headings.
+        right: those of columns that are aligned to the right.
+        fold: whether long cells take several lines.
+        options: other arguments of `rich.table.Table`.
+    """
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
+    for title in titles:
+        made.add_column(title, justify="right" if title in right else "left", no_wrap=not fold, overflow="fold")
+    return made
+
+
+def first(*names: str, **texts: str) -> type[TyperCommand]:
     """Makes the class of a command whose help begins with some of its options.
 
     Args:
-        options: by the name of the parameter, its line in the short help; None takes the first sentence of its help.
+        names: of the parameters, in their order in the short help.
+        texts: by name, a line in place of the first sentence of the parameter's help.
 
     Example:
-        >>> first(model="A builder's name.", epochs=None).__name__
+        >>> first("model", "epochs", model="A builder's name.").__name__
         'Command'
     """
-    return type("Command", (Command,), {"first": options})
+    return type("Command", (Command,), {"first": {name: texts.get(name) for name in names}})
 
 
 class Command(TyperCommand):
@@ -42,23 +59,17 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        shown = [each for each in self.params if not each.hidden]
+        shown = {each.name: each for each in self.params if not each.hidden}
         chosen = None if ctx.meta.get(_ALL) else self.first
-        console = _console()
-        with console.capture() as written:
-            self._print(console, ctx, shown, chosen)
-        formatter.write(_stripped(written.get()))
-
-    def _print(self, console: Console, ctx: Any, shown: Sequence[Any], chosen: Mapping[str, str | None] | None) -> None:
-        _head(console, self, ctx, brief=chosen is not None)
-        if chosen is None:
-            _panels(console, shown, ctx)
-        else:
-            by_name = {each.name: each for each in shown}
-            lines = {name: _line(by_name[name]) if text is None else escape(text) for name, text in chosen.items()}
-            _rows(console, "", [(_names(by_name[name], ctx), line) for name, line in lines.items()])
-        _others(console, self, ctx)
-        _examples(console, self, ctx, whole=chosen is None, left=len(shown) - len(chosen or shown))
+        with _written(formatter) as console:
+            _head(console, self, ctx, brief=chosen is not None)
+            if chosen is None:
+                _panels(console, list(shown.values()), ctx)
+            else:
+                lines = [(_names(shown[name], ctx), _line(shown[name], text)) for name, text in chosen.items()]
+                _rows(console, "", lines)
+            _others(console, self, ctx)
+            _examples(console, self, ctx, whole=chosen is None, left=len(shown) - len(chosen or shown))
 
 
 class Group(TyperGroup):
@@ -91,29 +102,24 @@ class Group(TyperGroup):
         return [item for item in super().shell_complete(ctx, incomplete) if " " not in item.value]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        console = _console()
-        with console.capture() as written:
-            self._print(console, ctx, whole=ctx.meta.get(_ALL, False))
-        formatter.write(_stripped(written.get()))
-
-    def _print(self, console: Console, ctx: Any, *, whole: bool) -> None:
-        _head(console, self, ctx)
+        whole = ctx.meta.get(_ALL, False)
         listed = {name: each for name, each in self.commands.items() if whole or not (each.hidden or " " in name)}
-        _rows(console, "", [(name, each.short_help or each.help or "") for name, each in listed.items()])
-        if whole:
-            _panels(console, self.params, ctx)
-        _examples(console, self, ctx, whole=whole, left=len(self.commands) - len(listed))
+        with _written(formatter) as console:
+            _head(console, self, ctx)
+            _rows(console, "", [(name, each.short_help or each.help or "") for name, each in listed.items()])
+            if whole:
+                _panels(console, self.params, ctx)
+            _examples(console, self, ctx, whole=whole, left=len(self.commands) - len(listed))
 
 
-def _console() -> Console:
+@contextlib.contextmanager
+def _written(formatter: Any) -> Iterator[Console]:
+    """A console whose text goes to a formatter, without the spaces with which a table fills its lines."""
     console = Console(highlight=False)
     console.width = min(console.width, _WIDEST)
-    return console
-
-
-def _stripped(text: str) -> str:
-    """The text without the spaces with which a table fills its lines."""
-    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    with console.capture() as written:
+        yield console
+    formatter.write("".join(f"{line.rstrip()}\n" for line in written.get().splitlines()))
 
 
 def _head(console: Console, command: Any, ctx: Any, *, brief: bool = False) -> None:
@@ -160,10 +166,13 @@ def _kind(option: TyperOption, ctx: Any) -> str:
     return usual.get(found, found)
 
 
-def _line(parameter: Any) -> str:
-    """The first sentence of a parameter's help, with its default."""
-    text = (parameter.help or "").partition(" [dim]")[0]
-    return text.partition(". ")[0].partition("; ")[0].rstrip(".") + "." + _default(parameter)
+def _line(parameter: Any, text: str | None) -> str:
+    """A line of the short help: the text, or the first sentence of the parameter's help with its default."""
+    if text is not None:
+        return escape(text)
+    said, _, default = f"{parameter.help or ''}{_default(parameter)}".partition(" \\[default: ")
+    said = said.partition(". ")[0].partition("; ")[0].rstrip(".")
+    return f"{said}. \\[{default}" if default else f"{said}."
 
 
 def _default(parameter: Any) -> str:

@@ -13,10 +13,10 @@ from rich.markup import escape
 from tfgpu.quiet import starting
 
 
-def start_tensorflow(*, quiet: bool = True) -> None:
-    """Imports TensorFlow without its startup messages, unless the user has set a log level."""
+def start_tensorflow(*, debug: bool = False) -> None:
+    """Imports TensorFlow without its startup messages, unless the user debugs or has set a log level."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if quiet:
+    if not (debug or debugging()):
         with starting("3"):
             imported("tensorflow")
 
@@ -46,7 +46,7 @@ def imported(name: str) -> ModuleType:
             raise KeyboardInterrupt(NOTHING_WRITTEN) from None
 
 
-def debugging(words: Sequence[str]) -> bool:
+def debugging(words: Sequence[str] = ()) -> bool:
     return "--debug" in words or os.environ.get("TFGPU_DEBUG", "0") not in ("", "0")
 
 

@@ -1,7 +1,8 @@
-"""Renders `tfgpu top`: machines, GPUs and their processes, the workers of a run."""
+"""Renders `tfgpu top`: the machine, GPUs and their processes, the workers of a run."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,40 +21,29 @@ _NARROW = 72
 """Below this many terminal columns, bars are short and workers have fewer columns."""
 
 
-def drawn(views: Sequence[View], *, width: int) -> RenderableType:
-    """Renders the whole screen.
-
-    Args:
-        views: one per machine.
-        width: columns of the terminal.
-    """
-    parts: list[RenderableType] = []
-    views = [_printable(view) for view in views]
-    for view in views:
-        parts += _machine(view, width)
-    if found := _all_workers(views):
-        parts += [Text(), _workers(found, width), *_limits(found)]
-    parts += _processes(views, width)
-    return Group(*parts)
+def drawn(view: View, *, width: int) -> RenderableType:
+    """Renders the whole screen, `width` columns wide."""
+    view = _printable(view)
+    parts = _machine(view, width)
+    if view.workers:
+        parts += [Text(), _workers(view.workers, width), *_limits(view.workers)]
+    return Group(*parts, *_processes(view))
 
 
-def _printable(view: View) -> View:
-    """Removes control sequences from a view, since processes and other machines choose their names."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return tuple(map(clean, value))
-        return printable(value) if isinstance(value, str) else value
-
-    return View.from_json(clean(view.as_json()))
+def _printable(value: Any) -> Any:
+    """Removes control sequences from the texts of a view, since processes choose their names."""
+    if dataclasses.is_dataclass(value):
+        parts = {each.name: _printable(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **parts)
+    if isinstance(value, Mapping):
+        return {key: _printable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_printable, value))
+    return printable(value) if isinstance(value, str) else value
 
 
 def _machine(view: View, width: int) -> list[RenderableType]:
     sample = view.sample
-    if sample is None:
-        return [Text.assemble((view.host, "bold"), "  ", (view.error or "no figures", "red"))]
     head = Text.assemble((view.host, "bold"), f"  {time.strftime('%H:%M:%S', time.localtime(sample.time))}")
     if view.load is not None:
         head.append(f"  load {view.load:.1f}", "dim")
@@ -114,15 +104,6 @@ def _gpus(gpus: Sequence[Gpu], error: str, width: int) -> list[RenderableType]:
     return [Text(), table, *lost]
 
 
-def _all_workers(views: Sequence[View]) -> list[Worker]:
-    """Each worker once, from the machine with its latest sample."""
-    found: dict[int, Worker] = {}
-    for worker in (worker for view in views for worker in view.workers):
-        if worker.number not in found or worker.age_s < found[worker.number].age_s:
-            found[worker.number] = worker
-    return [found[number] for number in sorted(found)]
-
-
 def _workers(workers: Sequence[Worker], width: int) -> Table:
     table = _table()
     columns: list[tuple[str, Callable[[Worker], str]]] = [
@@ -163,17 +144,17 @@ def _limits(workers: Sequence[Worker]) -> list[Text]:
     return lines
 
 
-def _processes(views: Sequence[View], width: int) -> list[RenderableType]:
-    found = [(view.host, process) for view in views for process in view.processes]
-    if not found:
+def _processes(view: View) -> list[RenderableType]:
+    """The processes on the GPUs."""
+    if not view.processes:
         return []
     table = _table()
     for title in ("GPU", "pid", "memory", "process"):
         table.add_column(title, no_wrap=True, justify="right" if title in ("pid", "memory") else "left")
-    for host, process in found[:_MOST_PROCESSES]:
-        gpu = f"{process['gpu']}" if len(views) == 1 else f"{host}:{process['gpu']}"
-        table.add_row(gpu, str(process["pid"]), _size(process["bytes"]), process["name"] or "(not seen from here)")
-    more = len(found) - _MOST_PROCESSES
+    for process in view.processes[:_MOST_PROCESSES]:
+        name = process["name"] or "(not seen from here)"
+        table.add_row(str(process["gpu"]), str(process["pid"]), _size(process["bytes"]), name)
+    more = len(view.processes) - _MOST_PROCESSES
     return [Text(), table, *([Text(f"and {more} more", "dim")] if more > 0 else [])]
 
 

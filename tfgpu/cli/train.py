@@ -1,16 +1,16 @@
 """`tfgpu train`: trains a recipe; its options are the settings of the recipe schema."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from tfgpu.cli import completion, screen
-from tfgpu.cli.flags import ALLOW_CODE, DEBUG, RECIPE_NAME, given, with_settings
-from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
+from tfgpu.cli import screen
+from tfgpu.cli.flags import AllowCode, Debug, RecipeName, given, option, with_settings
+from tfgpu.cli.start import complain, imported, start_tensorflow
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import ready
@@ -19,53 +19,17 @@ from tfgpu.recipes.trust import refuse_code
 from tfgpu.recipes.wording import score
 
 app = typer.Typer()
-OWN = {
-    "name": RECIPE_NAME,
-    "listing": (bool, False, ["--list"], None, "Show the ready recipes."),
-    "dry_run": (
-        bool,
-        False,
-        ["--dry-run"],
-        None,
-        "Build everything, train two steps and validate on synthetic data, and write nothing.",
-    ),
-    "output": (Path | None, None, ["--output", "-o"], "DIR", "The run directory [runs/<time>-<model>]."),
-    "allow_code": ALLOW_CODE,
-    "resume": (
-        bool,
-        False,
-        ["--resume"],
-        None,
-        "Resume the run in --output from its last checkpoint.",
-    ),
-    "overwrite": (bool, False, ["--overwrite"], None, "Replace the run in --output."),
-    "track": (
-        str | None,
-        None,
-        ["--track"],
-        "TRACKER",
-        "Also send settings, metrics and the report to mlflow or wandb.",
-    ),
-    "project": (str, "tfgpu", ["--project"], "NAME", "The tracker's experiment or project."),
-    "debug": DEBUG,
-}
+_run = functools.partial(option, panel="Run")
 
 
 @app.command(
     "train",
     cls=screen.first(
-        name="A ready recipe (--list shows them) or a YAML file.",
+        *("name", "data", "model", "epochs", "global_batch", "learning_rate", "strategy", "precision", "output"),
+        *("resume", "dry_run", "listing"),
         data="digits, tfds:NAME, a folder, a file, or module:function.",
         model="cnn, resnet, vit, ResNet50, ..., or module:function.",
-        epochs="Passes over the training examples [20].",
-        global_batch="Examples per step, over all replicas together [32].",
-        learning_rate="The peak learning rate [0.003].",
-        strategy="auto, one_device, mirrored, multi_worker, ... [auto].",
-        precision="float32, mixed_bfloat16, mixed_float16, tf32, auto.",
-        output="The run directory [runs/<time>-<model>].",
-        resume=None,
         dry_run="Build all, train two steps, write nothing.",
-        listing="Show the ready recipes.",
     ),
     short_help="Train a model by a recipe: run directory, metrics, report.",
     help="Train a model, and write a run directory with the model, its metrics and a report.",
@@ -81,19 +45,20 @@ OWN = {
         "tfgpu train --track mlflow --project digits"
     ),
 )
-@with_settings(OWN, names={"name": completion.ready_recipes, "track": completion.trackers})
+@with_settings
 def train(
-    *,
-    name: str | None,
-    listing: bool,
-    dry_run: bool,
-    output: Path | None,
-    allow_code: bool,
-    resume: bool,
-    overwrite: bool,
-    track: str | None,
-    project: str,
-    debug: bool,
+    name: RecipeName = None,
+    listing: _run(bool, "Show the ready recipes.", "--list") = False,
+    dry_run: _run(
+        bool, "Build all, train two steps and validate on synthetic data; write nothing.", "--dry-run"
+    ) = False,
+    output: _run(Path | None, "The run directory [runs/<time>-<model>].", "--output", "-o", metavar="DIR") = None,
+    allow_code: AllowCode = False,
+    resume: _run(bool, "Resume the run in --output from its last checkpoint.", "--resume") = False,
+    overwrite: _run(bool, "Replace the run in --output.", "--overwrite") = False,
+    track: _run(str | None, "Also send settings, metrics and the report to mlflow or wandb.", metavar="TRACKER") = None,
+    project: _run(str, "The tracker's experiment or project.", metavar="NAME") = "tfgpu",
+    debug: Debug = False,
     **flags: Any,
 ) -> None:
     if listing:
@@ -109,7 +74,7 @@ def train(
         return
     recipe = _recipe(settings, source, output, resume=resume, overwrite=overwrite, allow_code=allow_code)
     how = dict(output=output, resume=resume, overwrite=overwrite, show=True, track=track, project=project)
-    result = _run(recipe, debug=debug, **how)
+    result = _trained(recipe, debug=debug, **how)
     if result.run_directory is not None:
         for name in sorted(result.metrics, key=lambda name: name != "perplexity"):
             if name != "loss" or len(result.metrics) == 1:
@@ -144,10 +109,10 @@ def _recipe(
     return recipe
 
 
-def _run(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
+def _trained(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
     try:
         with Console().status("starting TensorFlow"):  # On a terminal only.
-            start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+            start_tensorflow(debug=debug)
             runner = imported("tfgpu.recipes.runner")
         return runner.run(recipe, **how)
     except Preempted as leaving:  # Already reported; Typer would swallow the exit code.
@@ -165,7 +130,7 @@ def _check_alone(**flags: Any) -> None:
 
 def _dry_run(recipe: recipes.Recipe, *, debug: bool) -> None:
     with Console(stderr=True).status("starting TensorFlow"):
-        start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+        start_tensorflow(debug=debug)
         dry = imported("tfgpu.recipes.dry")
     with Console(stderr=True).status("dry run"):
         lines = dry.run(recipe)
@@ -173,7 +138,7 @@ def _dry_run(recipe: recipes.Recipe, *, debug: bool) -> None:
 
 
 def _list() -> None:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = screen.table("", "", fold=True, show_header=False)
     for name in ready.names():
         table.add_row(f"[bold]{name}[/]", ready.describe(name))
     console = Console(highlight=False)

@@ -17,7 +17,7 @@ import psutil
 from tfgpu.errors import InputError
 from tfgpu.sensors import table
 from tfgpu.sensors.limits import Limit, limit
-from tfgpu.sensors.sample import Gpu, Sample, Value
+from tfgpu.sensors.sample import Sample, Value
 from tfgpu.sensors.sampler import Sampler
 
 _FILE = re.compile(r"monitor-worker(\d+)\.csv")
@@ -58,39 +58,19 @@ class View:
         disk_free_bytes: free space on the disk of the run, or of the working directory.
         processes: the processes on the GPUs: `gpu`, `pid`, `name`, `bytes`.
         workers: the workers of the run whose files this machine sees.
-        error: why there is no sample, for a machine that does not answer.
     """
 
     host: str
-    sample: Sample | None = None
+    sample: Sample
     cpus: tuple[float, ...] = ()
     load: float | None = None
     disk_free_bytes: int | None = None
     processes: tuple[Mapping[str, Any], ...] = ()
     workers: tuple[Worker, ...] = field(default=())
-    error: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Returns JSON-compatible values."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "View":
-        """Parses a view that another machine has sent.
-
-        Raises:
-            ValueError: it is malformed.
-        """
-        try:
-            sample = told["sample"]
-            gpus = tuple(Gpu(**each) for each in sample["gpus"]) if sample else ()
-            workers = tuple(Worker(**{**each, "limit": Limit(**each["limit"])}) for each in told["workers"])
-            processes = tuple(told["processes"])
-            whole = Sample(**{**sample, "gpus": gpus}) if sample else None
-            rest = {"sample": whole, "cpus": tuple(told["cpus"]), "processes": processes, "workers": workers}
-            return cls(**{**told, **rest})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"malformed view: {error}") from None
 
 
 class Viewer:
