@@ -1,12 +1,10 @@
-"""Named arrays in `.npz` files: in memory, or read by rows where they exceed it."""
+"""Named arrays in `.npz` files."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.core import worker_rows
 from tfgpu.data import load
-from tfgpu.data.structure.mapped import Mapped
 from tfgpu.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -40,40 +38,14 @@ def same(left, right) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 100], ids=["memory", "by-place"])
-def test_named_arrays_are_those_in_memory_to_the_bit(tmp_path, memory_bytes):
+def test_named_arrays_are_those_in_memory_to_the_bit(tmp_path):
     np.savez(tmp_path / "a.npz", **FLAT)
     given = load(NESTED, **SETTINGS)
-    found = load(f"{tmp_path}/a.npz", memory_bytes=memory_bytes, **SETTINGS)
+    found = load(f"{tmp_path}/a.npz", **SETTINGS)
     assert found.info.targets == given.info.targets and found.info.targets["kind"].class_names[1] == "hut"
-    assert found.info.input_shape == {"picture": (6, 6, 3), "ids": (2,)}
-    assert found.info.cache == ("none" if memory_bytes == 100 else "memory")
+    assert found.info.input_shape == {"picture": (6, 6, 3), "ids": (2,)} and found.info.cache == "memory"
     for part in ("train", "validation"):
         assert same(getattr(found, part), getattr(given, part)), part
-
-
-def test_each_worker_reads_its_own_rows_alone(tmp_path, monkeypatch):
-    np.savez(tmp_path / "a.npz", **FLAT)
-    whole = load(NESTED, global_batch=8, seed=3)
-    data = load(f"{tmp_path}/a.npz", global_batch=8, seed=3, memory_bytes=100)
-    expected = batches(whole.train)
-    read, rows = [], Mapped.rows
-
-    def counted(self, index):
-        read.append((self.shape, len(index)))
-        return rows(self, index)
-
-    monkeypatch.setattr(Mapped, "rows", counted)
-    for shard in (0, 1):
-        ranges, read[:] = worker_rows.Ranges((shard,), 2), []
-        data.seek(0)
-        made = worker_rows.of(data.train).make(ranges)
-        for (part, total), batch in zip(made, expected, strict=True):
-            own = ranges.indices(tf.constant(int(total), tf.int64)).numpy()
-            for a, b in zip(tf.nest.flatten(part), batch, strict=True):
-                np.testing.assert_array_equal(a, b[own])
-        of_pictures = sum(count for shape, count in read if shape == (COUNT, 6, 6, 3) and count)
-        assert of_pictures == COUNT // 2
 
 
 @pytest.mark.slow
@@ -89,33 +61,30 @@ def test_parts_are_named_in_the_file_or_by_files(tmp_path):
     assert same(one.train, several.train) and same(one.test, several.test)
     one.seek(0)
     assert same(one.train, load({"train": (x, y), "test": (x[:6], y[:6])}, global_batch=3, seed=1).train)
-    by_place = load(f"{tmp_path}/one.npz", global_batch=3, seed=1, memory_bytes=10)
-    one.seek(0)
-    assert same(one.train, by_place.train) and by_place.info.class_names == one.info.class_names
 
 
 @pytest.mark.parametrize(
-    ("arrays", "memory_bytes", "message"),
+    ("arrays", "message"),
     [
-        ({"x": FLAT["x/ids"]}, 1 << 30, "has no array 'y'"),
-        ({"x": FLAT["x/ids"], "x/ids": FLAT["x/ids"], "y": np.arange(COUNT)}, 1 << 30, "holds .*Keep one"),
-        ({"x_test": FLAT["x/ids"], "y_test": np.arange(COUNT)}, 1 << 30, "no training examples"),
-        ({"x": np.full((COUNT, 2), np.inf), "y": np.arange(COUNT) % 2}, 10, "x must be finite.*example 0"),
-        ({"x": FLAT["x/ids"], "y/p": np.where(np.eye(COUNT) > 0, np.nan, 1.0)}, 10, "y must be finite.*example 0"),
-        ({"x": FLAT["x/ids"], "y": np.zeros(COUNT, int)}, 1 << 30, "at least two classes"),
+        ({"x": FLAT["x/ids"]}, "has no array 'y'"),
+        ({"x": FLAT["x/ids"], "x/ids": FLAT["x/ids"], "y": np.arange(COUNT)}, "holds .*Keep one"),
+        ({"x_test": FLAT["x/ids"], "y_test": np.arange(COUNT)}, "no training examples"),
+        ({"x": np.full((COUNT, 2), np.inf), "y": np.arange(COUNT) % 2}, "x must be finite.*example 0"),
+        ({"x": FLAT["x/ids"], "y/p": np.where(np.eye(COUNT) > 0, np.nan, 1.0)}, "y must be finite.*example 0"),
+        ({"x": FLAT["x/ids"], "y": np.zeros(COUNT, int)}, "at least two classes"),
     ],
     ids=range(6),
 )
-def test_what_is_wrong_is_named(tmp_path, arrays, memory_bytes, message):
+def test_what_is_wrong_is_named(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InputError, match=message):
-        load(f"{tmp_path}/a.npz", global_batch=8, memory_bytes=memory_bytes)
+        load(f"{tmp_path}/a.npz", global_batch=8)
 
 
-def test_damaged_and_compressed_files_are_named(tmp_path):
+def test_damaged_and_large_files_are_named(tmp_path):
     (tmp_path / "a.npz").write_bytes(b"PK nothing")
     with pytest.raises(InputError, match="Cannot read .*a.npz as npz"):
         load(f"{tmp_path}/a.npz", global_batch=8)
     np.savez_compressed(tmp_path / "b.npz", x=FLAT["x/picture"], y=np.arange(COUNT) % 2)
-    with pytest.raises(InputError, match="compressed and does not fit.*numpy.savez"):
+    with pytest.raises(InputError, match="does not fit in memory_bytes=1000"):
         load(f"{tmp_path}/b.npz", global_batch=8, memory_bytes=1000)

@@ -75,14 +75,14 @@ def test_a_function_that_does_not_work_is_named(module, function, message):
 
 
 def test_a_module_that_does_not_exist_is_named():
-    with pytest.raises(InputError, match="Cannot import 'no_such_module'"):
+    with pytest.raises(InputError, match="no module 'no_such_module'"):
         open_source("no_such_module:load")
 
 
 def test_a_module_that_ends_the_program_is_named(tmp_path, monkeypatch):
     (tmp_path / "leaving_source.py").write_text("import sys; sys.exit(0)")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="'leaving_source' .* called sys.exit"):
+    with pytest.raises(InputError, match="leaving_source called sys.exit"):
         open_source("leaving_source:load")
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.data import collated, tokenized
+from tfgpu.data import tokenized
 from tfgpu.errors import InputError
 
 TEXTS = [
@@ -96,26 +96,6 @@ def test_bad_input(columns, options, words):
         tokenized(columns, **{"global_batch": 2, **options})
 
 
-def pad(rows):
-    """Pads like a transformers collator."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
-    return {"input_ids": np.array(ids), "labels": np.array([row["labels"] for row in rows])}
-
-
-def test_a_collator_gets_the_rows_of_a_global_batch():
-    rows = [{"input_ids": ids, "labels": at} for at, ids in enumerate(made()["input_ids"])]
-    data = collated(rows, pad, global_batch=8, seed=2)
-    first, again = ([y.numpy().tolist() for _, y in data.train] for _ in range(2))
-    assert sorted(sum(first, [])) == list(range(30)) and [len(y) for y in first] == [8, 8, 8, 6] and first != again
-    with pytest.raises(InputError, match="return_tensors"):
-        collated(rows, lambda rows: {"a": "text"}, global_batch=8)
-    with pytest.raises(InputError, match="dict of arrays"):
-        collated(rows, lambda rows: 3, global_batch=8)
-    with pytest.raises(InputError, match="tokenized"):
-        collated([], pad, global_batch=8)
-
-
 def trained(train, strategy):
     keras.utils.set_random_seed(5)
     with strategy.scope():
@@ -131,19 +111,12 @@ def trained(train, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["tokenized", pytest.param("collated", marks=pytest.mark.slow)])
-def test_two_replicas_train_as_one_device(how):
+def test_two_replicas_train_as_one_device():
     """If each replica padded its own rows, the mean over all positions would differ."""
     tfgpu.repair_keras()
     losses = []
     for strategy in (tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
-        columns = made(labels=[at % 2 for at in range(30)])
-        if how == "tokenized":
-            data = tokenized(columns, global_batch=7, lengths=1, seed=3)
-        else:
-            rows = [{"input_ids": ids, "labels": at % 2} for at, ids in enumerate(columns["input_ids"])]
-            with_mask = lambda rows: {**pad(rows), "attention_mask": np.sign(pad(rows)["input_ids"])}  # noqa: E731
-            data = collated(rows, with_mask, global_batch=7, seed=3)
+        data = tokenized(made(labels=[at % 2 for at in range(30)]), global_batch=7, lengths=1, seed=3)
         losses.append(trained(data.train, strategy))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
@@ -194,21 +167,3 @@ def test_a_real_tokenizer_and_data_set_equal_one_device_and_what_transformers_pa
         data = tokenized(tokens, global_batch=4, lengths=8, seed=1)
         losses.append(trained(data.train, strategy))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_real_collators():
-    own = tokenizer()
-    from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
-
-    rows = [{**own(text), "labels": label} for text, label in zip(TEXTS, LABELS, strict=True)]
-    padding = DataCollatorWithPadding(own, pad_to_multiple_of=8, return_tensors="np")
-    batches = list(collated(rows, padding, global_batch=4, shuffle=False).train)
-    assert all(x["input_ids"].shape[1] % 8 == 0 for x, _ in batches)
-    assert np.concatenate([y for _, y in batches]).tolist() == LABELS
-    masking = DataCollatorForLanguageModeling(own, mlm_probability=0.3, return_tensors="np", pad_to_multiple_of=8)
-    plain = [own(text) for text in TEXTS]
-    for x, y, weight in collated(plain, masking, global_batch=4).train:
-        ids, counted = x["input_ids"].numpy(), weight.numpy() == 1
-        assert counted.any() and (y.numpy()[~counted] == 0).all()
-        assert ((ids == own.mask_token_id) <= counted).all()

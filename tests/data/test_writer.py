@@ -159,7 +159,7 @@ def test_with_an_index_opening_reads_no_more_than_one_example(out, monkeypatch):
     write_shards((x, y), out, shards=3)
     read, record = [], records.Index.record
     monkeypatch.setattr(records.Index, "record", lambda self, i: read.append(i) or record(self, i))
-    monkeypatch.setattr("tfgpu.data.places._scan", lambda *_: pytest.fail("a file was scanned"))
+    monkeypatch.setattr("tfgpu.data.places.scan", lambda *_: pytest.fail("a file was scanned"))
     examples = open_source(str(out), Reading(memory_bytes=0, examine_bytes=0))
     assert {int(i) for i in read} == {0} and examples.labels.tolist() == y.tolist()
     np.testing.assert_array_equal(examples.load(tf.constant(7)), x[7])

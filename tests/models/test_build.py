@@ -12,7 +12,6 @@ SMALL = {
     "cnn": ((8, 8, 1), {"filters": [4, 8], "units": 8}),
     "mlp": ((8, 8, 1), {"widths": [8]}),
     "resnet": ((8, 8, 1), {"depth": 8}),
-    "textcnn": ((8,), {"width": 8, "depth": 1, "vocabulary": 16}),
     "transformer": ((6,), {"width": 8, "depth": 1, "heads": 2}),
     "vit": ((8, 8, 1), {"width": 8, "depth": 1, "heads": 2, "patch": 2}),
 }
@@ -219,6 +218,6 @@ def test_a_function_that_ends_the_program_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [*models.BUILDERS, "MobileNetV2"])
 def test_a_size_that_is_not_known_is_an_error(name):
     """`data.info.input_shape` has None for examples of several sizes, which the type allows."""
-    shape = (None,) if name in ("textcnn", "transformer") else (None, 32, 3)
+    shape = (None,) if name == "transformer" else (None, 32, 3)
     with pytest.raises(InputError, match="input_shape.*Received:.*None"):
         models.build(name, input_shape=shape, classes=5)

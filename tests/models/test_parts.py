@@ -9,7 +9,7 @@ from tfgpu.errors import InputError
 from tfgpu.models import parts
 
 IMAGES = ("cnn", "mlp", "resnet")
-TEXT = {"textcnn": (16,), "transformer": (4,)}
+TEXT = {"transformer": (4,)}
 
 
 def layers_of(model, kind):

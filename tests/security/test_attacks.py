@@ -270,14 +270,13 @@ def test_its_own_datasets_are_not(data):
 
 
 def test_non_string_names_are_refused_before_training(tmp_path):
-    for kind, suffix in (("", "png"), ("text:", "txt")):
-        for name in (b"cat", b"bad\xff"):
-            folder = os.fsencode(tmp_path / suffix) + b"/" + name
-            os.makedirs(folder)
-            with open(folder + b"/a." + suffix.encode(), "wb") as file:
-                file.write(PNG if suffix == "png" else b"words")
-        with pytest.raises(InputError, match=r"bad.*is not valid UTF-8"):
-            open_source(f"{kind}{tmp_path / suffix}")
+    for name in (b"cat", b"bad\xff"):
+        folder = os.fsencode(tmp_path / "png") + b"/" + name
+        os.makedirs(folder)
+        with open(folder + b"/a.png", "wb") as file:
+            file.write(PNG)
+    with pytest.raises(InputError, match=r"bad.*is not valid UTF-8"):
+        open_source(str(tmp_path / "png"))
 
 
 @pytest.mark.parametrize("text", ["", "recipe: 3", "recipe: {}", "recipe: {model: 'os:system'}\nsearch: [model]"])

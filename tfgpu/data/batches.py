@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfgpu.cluster import Cluster
 from tfgpu.data import balance as balancing
 from tfgpu.data import cache as caching
-from tfgpu.data import epoch, position, shards, sources, splits
+from tfgpu.data import epoch, position, sources, splits
 from tfgpu.data import service as remote
 from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.augmentation import augment as augmentation
@@ -113,12 +113,8 @@ def load(
     cache: str = "auto",
     cache_directory: str | Path | None = None,
     memory_bytes: int = 1 << 30,
-    deterministic: bool = True,
     parallel_calls: int | None = None,
-    threads: int | None = None,
     prefetch: int | None = None,
-    prefetch_to_device: str | None = None,
-    sharding: str = "data",
     service: str | None = None,
     cluster: Cluster | None = None,
     task: Task = None,
@@ -131,8 +127,8 @@ def load(
 
     Args:
         source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord` files, `.csv` or `.parquet` files
-            (`"iris.csv#species"` names the label's column), `"text:PATH"` or `"corpus:PATH"` (see
-            `tfgpu.data.text.texts`), `"module:function"`, arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)` examples,
+            (`"iris.csv#species"` names the label's column), `"corpus:PATH"` (plain
+            text for a language model), `"module:function"`, arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)` examples,
             a function that yields them, a Hugging Face dataset, or a dict of these, one per split.
         global_batch: examples in a batch over all replicas together.
         augment: training stages, such as `"flip"` or `("rotate", {"degrees": 10})` (see
@@ -144,7 +140,7 @@ def load(
             Default: none. A split that the source provides is used as it is, and its fraction is ignored.
         shuffle: False keeps the source's order in training.
         image_size: side, or (height, width), in pixels to resize image files to.
-        length: bytes per text, which is truncated or padded, or per sequence of a corpus. Default 256.
+        length: bytes per sequence of a corpus. Default 256.
         label_smoothing: the share of each training label that is spread evenly over all classes, 0 to below 1
             (Szegedy et al., 2015). Labels are then float32 [classes] in all splits; only training labels are smoothed.
         skip_corrupt: skip corrupt files and records (counted in `info.skipped`) instead of stopping.
@@ -155,23 +151,14 @@ def load(
         cache_directory: a folder for decoded examples. Later runs and other processes reuse them until the source's
             files change.
         memory_bytes: the most bytes of decoded examples to keep in memory.
-        deterministic: False lets examples that are ready overtake slower ones: faster if decoding times vary, but runs
-            are not reproducible. For one process, without `enable_op_determinism`.
-        parallel_calls, threads, prefetch: how many examples are decoded (batches augmented) in parallel, the size of a
-            private thread pool, and how many batches are prefetched. Default: tf.data tunes them.
-        prefetch_to_device: copies batches ahead of time to a device, `"GPU:0"`, or `"auto"`: the first GPU, if any.
-            Only for training without a strategy; strategies do this themselves.
-        sharding: how training examples are divided among workers. `"data"` or `"auto"`: each worker reads, decodes and
-            augments its rows of the global batches, so the result does not depend on the number of workers. `"file"`:
-            each reads its own files (see `tfgpu.data.shards`); batches then depend on the number of workers, hold at
-            most `global_batch` examples, and the dataset has no known length.
+        parallel_calls, prefetch: how many examples are decoded (batches augmented) in parallel, and how many batches
+            are prefetched. Default: tf.data tunes them.
         service: the address of a tf.data service, as printed by `tfgpu data serve`. Its workers decode and augment the
             training examples; they need the source's files under the same paths. Batches and their order stay the
             same. For examples that are decoded on demand. Each training process asks for its rows.
         task: `"classification"`: labels are classes; `"regression"`: numbers to predict, float32. Default: classes,
             unless labels are floats that are not all whole, or several a row. For named targets a dict of these.
-        cluster: this process's role; only the chief logs. Default: all processes log, and `sharding` reads the
-            environment.
+        cluster: this process's role; only the chief logs. Default: all processes log.
 
     Returns:
         The splits and facts. `train` is finite: one iteration is one epoch.
@@ -189,11 +176,9 @@ def load(
     _check_numbers(global_batch, seed, split_seed, cluster)
     splits.check_fractions(validation, test)
     check_task(task)
-    shards.check(sharding)
     balancing.check(balance, shuffle=shuffle)
     caching.check(cache, cache_directory)
-    feed = Feed(deterministic, parallel_calls, threads, prefetch, prefetch_to_device)
-    _check_alone(feed, cluster)
+    feed = Feed(parallel_calls, prefetch)
     service = None if service is None else remote.address(service)
     quiet = cluster is not None and not cluster.is_chief
     size, length = check_size(image_size), check_length(length)
@@ -201,24 +186,23 @@ def load(
     examples = _open(source, reading, label_smoothing, service, quiet)
     parts = _parts(examples, validation, test, split_seed, quiet)
     settings = epoch.Settings(int(global_batch), _stages(stages, examples), seed, shuffle, balance, label_smoothing)
-    share = _share(examples, parts["train"], sharding, settings.global_batch, cluster, quiet)
-    return _data(examples, parts, share, settings, feed, service)
+    return _data(examples, parts, settings, feed, service)
 
 
-def _data(examples, parts, share, settings: epoch.Settings, feed: Feed, service: str | None) -> Data:
-    count, order = epoch.order(examples, share, settings)
-    _check_batch(examples, settings.global_batch, count if share.by == "data" else len(parts["train"]))
-    counter, change = position.Counter(), epoch.change_of(examples, parts["train"], settings, share.first)
-    spec = EpochSpec(examples, order, count, share.batch, change)
+def _data(examples, parts, settings: epoch.Settings, feed: Feed, service: str | None) -> Data:
+    count, order = epoch.order(examples, parts["train"], settings)
+    _check_batch(examples, settings.global_batch, count)
+    counter, change = position.Counter(), epoch.change_of(examples, parts["train"], settings)
+    spec = EpochSpec(examples, order, count, settings.global_batch, change)
     if service is None:
         train = batches(spec, counter.positions(), feed, next_epoch=lambda: counter.next)
     else:
         train = remote.batches(spec, counter, feed, service)
     return Data(
-        train=shards.own(train, share),
+        train=train,
         validation=epoch.fixed(examples, parts["validation"], settings, feed),
         test=epoch.fixed(examples, parts["test"], settings, feed),
-        info=_info(examples, parts, share, count, settings),
+        info=_info(examples, parts, count, settings),
         _counter=counter,
     )
 
@@ -239,15 +223,6 @@ def _check_batch(examples: Examples, global_batch: int, most: int) -> None:
         raise InputError(
             f"`global_batch` is larger than the training split. Received: global_batch={global_batch}, "
             f"{most} training examples in {examples.name}. Use {most} or less."
-        )
-
-
-def _check_alone(feed: Feed, cluster: Cluster | None) -> None:
-    workers = (cluster or Cluster.from_environment()).size
-    if workers > 1 and not feed.deterministic:
-        raise InputError(
-            f"Workers keep their rows of the same batches, which requires one order. Received: "
-            f"deterministic=False with {workers} workers. Remove it."
         )
 
 
@@ -302,14 +277,6 @@ def _stages(stages, examples: Examples) -> tuple[tuple[str, dict[str, Any]], ...
     return stages
 
 
-def _share(examples, indices, sharding: str, global_batch: int, cluster: Cluster | None, quiet: bool) -> shards.Share:
-    cluster = Cluster.from_environment() if cluster is None and sharding != "data" else cluster or Cluster()
-    share = shards.share(examples, indices, sharding=sharding, global_batch=global_batch, cluster=cluster)
-    if share.reason and not quiet:
-        _log.info("%s: training examples are sharded by %s: %s.", examples.name, share.by, share.reason)
-    return share
-
-
 def _parts(examples: Examples, validation: float, test: float, seed: int, quiet: bool) -> dict[str, np.ndarray]:
     """Uses the source's own splits, and takes the missing ones from its training split."""
     own = {name: np.asarray(indices, np.int64) for name, indices in examples.own.items() if len(indices)}
@@ -348,7 +315,7 @@ def _warn_of_copies(examples: Examples, originals, parts: dict[str, np.ndarray],
             _log.warning("%s: %d examples of its own %s split are also in training.", examples.name, shared, name)
 
 
-def _info(examples: Examples, parts, share, count: int, settings: epoch.Settings) -> Info:
+def _info(examples: Examples, parts, count: int, settings: epoch.Settings) -> Info:
     labels = "one_hot" if settings.soft else "class" if examples.labels.ndim == 1 else "tokens"
     if not examples.has_classes:
         labels = "named" if isinstance(examples.structure.targets, dict) else "numbers"
@@ -360,9 +327,9 @@ def _info(examples: Examples, parts, share, count: int, settings: epoch.Settings
         train_examples=len(parts["train"]),
         validation_examples=len(parts["validation"]),
         test_examples=len(parts["test"]),
-        epoch_examples=count if share.by == "data" else len(parts["train"]),
+        epoch_examples=count,
         global_batch=settings.global_batch,
-        steps_per_epoch=-(-count // settings.global_batch) if share.by == "data" else share.steps,
+        steps_per_epoch=-(-count // settings.global_batch),
         skipped=len(examples.skipped),
         augment=settings.stages,
         labels=labels,

@@ -31,7 +31,7 @@ class Reading:
             `skip_corrupt` or if they will be kept in memory; otherwise a corrupt example stops training when it is
             read, with its name.
         any_size: images may have different sizes, for copying them as they are.
-        length: bytes per text, or per sequence of a corpus; None: the default, or not text.
+        length: bytes per sequence of a corpus; None: the default, or not text.
         task: `classification` or `regression`, or one by each target's name; None: found from the labels.
     """
 
@@ -61,7 +61,6 @@ class Files:
         class_names: one name per class, if known.
         lost: names of examples already known to be corrupt.
         encoded: index -> the encoded image, for sources of images.
-        file_of: int64 [count], the number of each example's file.
         labels: [count], if they are known without reading.
         paths: the files; a cache on disk uses them to detect changes.
         ahead: indices (int64 [n]) -> a tensor; begins to fetch examples that are far away.
@@ -78,7 +77,6 @@ class Files:
     class_names: tuple[str, ...] | None = None
     lost: tuple[str, ...] = ()
     encoded: Callable[[tf.Tensor], tf.Tensor] | None = None
-    file_of: np.ndarray | None = None
     labels: np.ndarray | None = None
     paths: tuple[Path, ...] = ()
     ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
@@ -100,7 +98,7 @@ def check_size(image_size) -> tuple[int, int] | None:
 
 
 def check_length(length) -> int | None:
-    """Returns a text's length in bytes, a whole number from 2; None stays None.
+    """Returns a sequence's length in bytes, a whole number from 2; None stays None.
 
     Raises:
         InputError: it is neither.
@@ -205,8 +203,6 @@ def _examine(files: Files, reading: Reading) -> Examples:
     if not len(own["train"]):
         raise InputError(f"{files.name}: none of its training examples can be read. Check the files.")
     facts = {"labels": labels, "shape": shape, "class_names": class_names, "own": own, "skipped": lost}
-    if files.file_of is not None:
-        facts["file_of"] = files.file_of[survey.good]
     if files.encoded is not None and channels:
         facts["encoded"] = _encoded(files, survey.good)
     if whole:

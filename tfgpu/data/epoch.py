@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data import balance as balancing
-from tfgpu.data import position, shards
+from tfgpu.data import position
 from tfgpu.data.assembly.epoch_spec import BatchShard, EpochSpec
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
@@ -35,9 +35,9 @@ class Settings:
         return augmentations.mixes(self.stages) or self.smoothing > 0
 
 
-def order(examples: Examples, share: shards.Share, settings: Settings) -> tuple[int, Callable]:
+def order(examples: Examples, indices: np.ndarray, settings: Settings) -> tuple[int, Callable]:
     """Returns the number of examples per epoch and the function from an epoch's number to their order."""
-    indices, balance, seed = share.indices, settings.balance, settings.seed
+    balance, seed = settings.balance, settings.seed
     if balance is not None and (examples.labels.ndim != 1 or not examples.has_classes):
         raise InputError(
             f"`balance` needs one class per example. Received: labels of shape {examples.labels.shape} in "
@@ -48,22 +48,17 @@ def order(examples: Examples, share: shards.Share, settings: Settings) -> tuple[
             raise InputError(f"A mixture has its own order. Received: balance={balance!r}. Use balance='weights'.")
         return examples.blend.order(indices, seed=seed, shuffle=settings.shuffle)
     if balance in ("oversample", "undersample"):
-        if share.by == "file":
-            raise InputError(
-                f"With sharding by file, balance={balance!r} would give the workers different numbers of steps. "
-                "Use sharding='data', or balance='weights'."
-            )
         return balancing.resample(indices, examples.labels[indices], choice=balance, seed=seed)
     with tf.device("CPU:0"):
         indices = tf.constant(indices)
     return len(indices), lambda epoch: position.order(indices, seed=seed, epoch=epoch) if settings.shuffle else indices
 
 
-def change_of(examples: Examples, indices, settings: Settings, first: int) -> Callable:
+def change_of(examples: Examples, indices, settings: Settings) -> Callable:
     """Returns the function that augments and weights a batch of training examples and smooths its labels."""
     classes = len(examples.class_names)
     weights = balancing.weights(examples.labels[indices], classes) if settings.balance == "weights" else None
-    return Change(settings, classes, weights, first, gatherer(examples))
+    return Change(settings, classes, weights, gatherer(examples))
 
 
 def gatherer(examples: Examples) -> Callable | None:
@@ -93,14 +88,12 @@ class Change:
         settings: the stages and the smoothing.
         classes: the number of classes.
         weights: each class's weight, or None.
-        first: the position in the epoch of this dataset's first example.
         gather: as `gatherer` returns it.
     """
 
     settings: Settings
     classes: int
     weights: np.ndarray | None
-    first: int
     gather: Callable | None = None
 
     @property
@@ -128,7 +121,7 @@ class Change:
         return augmentation.needed(self.settings.stages, numbers, shard.rows)
 
     def _numbers(self, epoch, places, count) -> position.Numbers:
-        return position.Numbers(seed=self.settings.seed, epoch=epoch, start=self.first + places, count=count)
+        return position.Numbers(seed=self.settings.seed, epoch=epoch, start=places, count=count)
 
 
 def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.data.Dataset | None:

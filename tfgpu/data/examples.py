@@ -25,7 +25,6 @@ class Examples:
         load: index (int64 scalar tensor) -> one example, read and decoded on demand.
         where: index -> string tensor that names an example; set if `load` may find a corrupt one.
         encoded: index -> the encoded image, a string scalar; for sources of encoded images.
-        file_of: int64 [n], the number of each example's file, for sources with random access to files.
         copies: int64 [n]; equal examples share a number. None: unknown, or computed from `array`.
         own: the source's own splits, name to int64 indices; always has `train`.
         skipped: the names of the corrupt examples that were skipped.
@@ -43,7 +42,6 @@ class Examples:
     load: Callable[[tf.Tensor], tf.Tensor] | None = None
     where: Callable[[tf.Tensor], tf.Tensor] | None = None
     encoded: Callable[[tf.Tensor], tf.Tensor] | None = None
-    file_of: np.ndarray | None = None
     copies: np.ndarray | None = None
     own: Mapping[str, np.ndarray] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
@@ -65,9 +63,26 @@ class Examples:
     @property
     def cache(self) -> str:
         """Where decoded examples are kept: `memory`, `disk` or `none`."""
-        if self.structure is not None and self.structure.is_mapped:
-            return "none"
         return "memory" if self.array is not None else "disk" if self.stored is not None else "none"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of examples as they are read."""
+        if self.array is not None:
+            return self.array.dtype
+        of = self.stored() if self.stored is not None else tf.data.Dataset.range(1).map(self.load).element_spec
+        return np.dtype(of.dtype.as_numpy_dtype)
+
+    def held(self) -> tf.Tensor:
+        """All examples, [n, ...], of a source that keeps them in memory or in a file."""
+        return tf.constant(self.array) if self.stored is None else self.stored()
+
+    def example(self, index: tf.Tensor) -> tf.Tensor:
+        """One example, as it is read."""
+        if self.load is not None:
+            return self.load(index)
+        with tf.device("CPU:0"):
+            return tf.ensure_shape(tf.gather(self.held(), index), self.decoded_shape)
 
 
 def from_arrays(

@@ -72,7 +72,6 @@ def open_folder(folder: str, reading: Reading) -> Examples:
         class_names=class_names,
         lost=unread,
         encoded=lambda i: tf.io.read_file(tf.gather(path_of, i)),
-        file_of=np.arange(len(paths)),
         labels=np.array(labels),
         paths=tuple(paths),
     )

@@ -159,7 +159,7 @@ def joined(mix: Mixture, opened: Sequence[Examples]) -> Examples:
         for what, mine, others in (
             ("shape", first.shape, other.shape),
             ("classes", first.class_names, other.class_names),
-            ("dtype", _dtype(first), _dtype(other)),
+            ("dtype", first.dtype, other.dtype),
             ("labels of shape", first.labels.shape[1:], other.labels.shape[1:]),
         ):
             if mine != others:
@@ -197,8 +197,8 @@ def joined(mix: Mixture, opened: Sequence[Examples]) -> Examples:
         return Examples(array=np.concatenate([each.array for each in opened]), **facts)
     if any(each.ahead is not None for each in opened):
         facts["ahead"] = _ahead(opened, starts)
-    where = _chosen(opened, starts, "where") if any(each.where is not None for each in opened) else None
-    return Examples(load=_chosen(opened, starts, "load"), where=where, **facts)
+    where = _chosen(opened, starts, _place) if any(each.where is not None for each in opened) else None
+    return Examples(load=_chosen(opened, starts, Examples.example), where=where, **facts)
 
 
 def _ahead(opened: Sequence[Examples], starts: np.ndarray):
@@ -215,15 +215,15 @@ def _ahead(opened: Sequence[Examples], starts: np.ndarray):
     return ahead
 
 
-def _chosen(opened: Sequence[Examples], starts: np.ndarray, name: str):
-    """Calls the function of the source that an index belongs to."""
+def _chosen(opened: Sequence[Examples], starts: np.ndarray, function):
+    """Calls the function with the source that an index belongs to, and its index there."""
     with tf.device("CPU:0"):
         ends = tf.constant(starts[1:])
 
     def call(index: tf.Tensor) -> tf.Tensor:
         which = tf.reduce_sum(tf.cast(index >= ends, tf.int32))
         cases = [
-            lambda each=each, start=start: _of_source(each, index - start, name)
+            lambda each=each, start=start: function(each, index - start)
             for each, start in zip(opened, starts, strict=False)
         ]
         return tf.switch_case(which, cases)
@@ -231,23 +231,7 @@ def _chosen(opened: Sequence[Examples], starts: np.ndarray, name: str):
     return call
 
 
-def _of_source(examples: Examples, index: tf.Tensor, name: str) -> tf.Tensor:
-    if name == "where":
-        return (
-            examples.where(index)
-            if examples.where
-            else tf.strings.join([examples.name, tf.strings.as_string(index)], " ")
-        )
-    if examples.load is not None:
-        return examples.load(index)
-    with tf.device("CPU:0"):
-        array = tf.constant(examples.array) if examples.stored is None else examples.stored()
-    return tf.ensure_shape(array[index], examples.decoded_shape)
-
-
-def _dtype(examples: Examples) -> str:
-    if examples.array is not None:
-        return str(examples.array.dtype)
-    if examples.stored is not None:
-        return examples.stored().dtype.name
-    return tf.data.Dataset.range(1).map(examples.load).element_spec.dtype.name
+def _place(examples: Examples, index: tf.Tensor) -> tf.Tensor:
+    if examples.where is not None:
+        return examples.where(index)
+    return tf.strings.join([examples.name, tf.strings.as_string(index)], " ")

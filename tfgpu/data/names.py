@@ -18,9 +18,8 @@ _CHOICES = (
         "module:function",
     ),
     *("images:TABLE.csv#COLUMN", "coco:FILE.json#FOLDER", "masks:FOLDER"),
-    *("text:PATH", "corpus:PATH", "s3://BUCKET/FOLDER/"),
+    *("corpus:PATH", "s3://BUCKET/FOLDER/"),
 )
-_TEXT = ("text", "corpus")
 _PICTURES = ("images", "coco", "masks")
 _TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
 _TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
@@ -34,7 +33,7 @@ class SourceName:
     """A parsed `--data` argument.
 
     Attributes:
-        kind: digits, tfds, function, records, csv, parquet, npz, images, coco, masks, text, corpus,
+        kind: digits, tfds, function, records, csv, parquet, npz, images, coco, masks, corpus,
             folder or remote.
         value: the path or the name.
         label: what stands after the #, if anything: the label columns of a table, the folder of pictures.
@@ -49,7 +48,7 @@ def parse_source(text: str) -> SourceName:
     """Finds out what kind of source a text names. Looks at the disk, but reads no data.
 
     Args:
-        text: `"digits"`, `"tfds:NAME"`, `"text:PATH"` (texts by class), `"corpus:PATH"` (plain text),
+        text: `"digits"`, `"tfds:NAME"`, `"corpus:PATH"` (plain text),
             `"images:TABLE.csv#COLUMN"`, `"coco:FILE.json#FOLDER"`, `"masks:FOLDER"`, `"module:function"`, a folder of
             images by class, or a file, glob or folder of `.tfrecord`, `.csv`, `.parquet` or `.npz` files, also a remote
             one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:` sets the format of files with other
@@ -87,8 +86,8 @@ def parse_source(text: str) -> SourceName:
     kind, _, value = text.partition(":")
     if kind in _PICTURES:
         return _pictures(kind, value, text)
-    if kind in _TEXT:
-        return _text(kind, value, text)
+    if kind == "corpus":
+        return _corpus(value, text)
     table = _table(text)
     if table is not None:
         return table
@@ -135,14 +134,13 @@ def _pictures(kind: str, value: str, text: str) -> SourceName:
     return SourceName(kind, str(place), label or None)
 
 
-def _text(kind: str, value: str, text: str) -> SourceName:
-    path = Path(value.partition("#")[0]).expanduser()
-    is_there = path.exists() or any(path.parent.glob(path.name)) if value else False
-    if not is_there:
+def _corpus(value: str, text: str) -> SourceName:
+    path = Path(value).expanduser()
+    if not value or not (path.exists() or any(path.parent.glob(path.name))):
         raise InputError(
-            f"No such text: {text!r}. Use {kind}:PATH with a file, folder or glob relative to {Path.cwd()}."
+            f"No such text: {text!r}. Use corpus:PATH with a file, folder or glob relative to {Path.cwd()}."
         )
-    return SourceName(kind, str(Path(value).expanduser()))
+    return SourceName("corpus", str(path))
 
 
 def _table(text: str) -> SourceName | None:

@@ -4,13 +4,14 @@ import copy
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.errors import InputError
 
-_HEAD, _FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
+HEAD, FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
 
 
 class Index:
@@ -36,7 +37,7 @@ class Index:
     """
 
     def __init__(self, paths: list[Path], *, known: Sequence[np.ndarray] | None = None):
-        scanned = [(starts, False) for starts in known] if known is not None else [_scan(path) for path in paths]
+        scanned = [(starts, False) for starts in known] if known is not None else [self._scan(path) for path in paths]
         self.lost = tuple(
             f"record {len(starts)} of {path} and what follows it (the first is 0)"
             for path, (starts, broken) in zip(paths, scanned, strict=True)
@@ -48,6 +49,15 @@ class Index:
         with tf.device("CPU:0"):
             self._paths = tf.constant([str(p) for p in paths])
         self._put(offsets, np.repeat(np.arange(len(paths)), counts), places)
+
+    def _scan(self, path: Path) -> tuple[list[int], bool]:
+        with open(path, "rb") as file:
+
+            def read(place: int, length: int) -> bytes:
+                file.seek(place)
+                return file.read(length)
+
+            return scan(path, path.stat().st_size, read)
 
     def _put(self, offsets: np.ndarray, file_of: np.ndarray, places: np.ndarray) -> None:
         self.offsets, self.file_of, self.places = offsets, file_of, places
@@ -88,24 +98,34 @@ class Index:
         )
 
 
-def _scan(path: Path) -> tuple[list[int], bool]:
-    """Returns the records' offsets, and whether the file ends in an invalid record."""
-    starts, size, place = [], path.stat().st_size, 0
-    with open(path, "rb") as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise InputError(
-                f"{path} is compressed, which prevents random access to its records. Decompress it: gunzip {path}."
-            )
-        while place < size:
-            file.seek(place)
-            head = file.read(_HEAD)
-            if len(head) < _HEAD or struct.unpack("<I", head[8:])[0] != _masked_checksum(head[:8]):
-                return starts, True
-            after = place + _HEAD + struct.unpack("<Q", head[:8])[0] + _FOOT
-            if after > size:
-                return starts, True
-            starts.append(place)
-            place = after
+def scan(path: Any, size: int, read: Callable[[int, int], bytes]) -> tuple[list[int], bool]:
+    """Finds the records of a file.
+
+    Args:
+        path: the file, for messages.
+        size: its bytes.
+        read: returns bytes from a place on.
+
+    Returns:
+        The records' offsets, and whether the file ends in an invalid record.
+
+    Raises:
+        InputError: the file is compressed.
+    """
+    if size and read(0, 2) == b"\x1f\x8b":
+        raise InputError(
+            f"{path} is compressed, which prevents random access to its records. Decompress it: gunzip {path}."
+        )
+    starts, place = [], 0
+    while place < size:
+        head = read(place, HEAD)
+        if len(head) < HEAD or struct.unpack("<I", head[8:])[0] != masked(_checksum(head[:8])):
+            return starts, True
+        after = place + HEAD + struct.unpack("<Q", head[:8])[0] + FOOT
+        if after > size:
+            return starts, True
+        starts.append(place)
+        place = after
     return starts, False
 
 
@@ -121,10 +141,14 @@ def _checksum_table() -> tuple[int, ...]:
 _TABLE = _checksum_table()
 
 
-def _masked_checksum(data: bytes) -> int:
-    """CRC-32C, masked as the format specifies; for eight bytes only, so Python is fast enough."""
+def _checksum(data: bytes) -> int:
+    """CRC-32C; for eight bytes only, so Python is fast enough."""
     value = 0xFFFFFFFF
     for byte in data:
         value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)
-    value ^= 0xFFFFFFFF
-    return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    return value ^ 0xFFFFFFFF
+
+
+def masked(checksum: int) -> int:
+    """A CRC-32C, masked as the format of TFRecord files specifies."""
+    return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF

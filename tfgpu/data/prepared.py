@@ -63,7 +63,6 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         own={part: np.flatnonzero(np.isin(index.file_of, list(numbers))) for part, numbers in own_files.items()},
         class_names=tuple(getattr(builder.info.features[y_name], "names", None) or ()) or None,
         lost=index.lost,
-        file_of=index.file_of,
         encoded=encoded if type(builder.info.features[x_name]).__name__ == "Image" else None,
         paths=tuple(paths),
     )

@@ -117,7 +117,6 @@ def open_shards(
         where=index.where,
         lost=index.lost,
         encoded=(lambda i: _parse_encoded(index.record(i), features)) if features["kind"] == "bytes_list" else None,
-        file_of=index.file_of,
         paths=tuple(paths),
         ahead=index.ahead,
         **facts,

@@ -172,9 +172,7 @@ def batches(spec: EpochSpec, counter: Counter, feed: Feed, service: str) -> tf.d
         return finish(found, spec.steps, feed)
 
     whole = made(None)
-    if feed.prefetch_to_device is None:
-        worker_rows.register(whole, worker_rows.WorkerRows(made, lambda: epoch(counter.next, None).make(0)))
-    return whole
+    return worker_rows.register(whole, worker_rows.WorkerRows(made, lambda: epoch(counter.next, None).make(0)))
 
 
 def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahead: int = AHEAD) -> Iterator:

@@ -1,14 +1,13 @@
 """Opens a source of examples by name, or arrays and datasets that are passed directly."""
 
-import importlib
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+from tfgpu import named
 from tfgpu.data import columns, folders, prepared, records, spool, tables
 from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, from_arrays
@@ -19,7 +18,7 @@ from tfgpu.data.storage import remote_records
 from tfgpu.data.storage.remote_files import Remote, is_url
 from tfgpu.data.structure import npz, pictures
 from tfgpu.data.structure.opening import is_structured, open_structured, stacked
-from tfgpu.data.text import texts
+from tfgpu.data.text import corpus
 from tfgpu.errors import InputError, unknown
 
 _CHUNK = 256
@@ -66,18 +65,18 @@ def open_source(source, reading: Reading | None = None) -> Examples:
     if isinstance(source, Path):
         source = str(source)
     if isinstance(source, Remote) or is_url(source):
-        texts.check_no_length("remote sources", reading)
+        corpus.check_no_length("remote sources", reading)
         return remote_records.open_remote(source, reading)
     if isinstance(source, Mixture):
         return joined(source, [open_source(each, reading) for each in source.sources])
     if not isinstance(source, str):
-        texts.check_no_length("arrays and streams", reading)
+        corpus.check_no_length("arrays and streams", reading)
         return _from_values(source, name=_name(source), reading=reading)
     name = parse_source(source)
-    if name.kind in ("text", "corpus"):
+    if name.kind == "corpus":
         check_unsized(source, reading.image_size)
-        return (texts.open_texts if name.kind == "text" else texts.open_corpus)(name.value, reading)
-    texts.check_no_length(source, reading)
+        return corpus.open_corpus(name.value, reading)
+    corpus.check_no_length(source, reading)
     if name.kind == "digits":
         check_unsized(source, reading.image_size)
         return digits()
@@ -119,29 +118,7 @@ def _check_classes(examples: Examples) -> None:
 
 def _call(text: str):
     """Imports `module:function`, also from the working directory, and calls it."""
-    module_name, function_name = text.split(":")
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InputError(
-            f"Cannot import {module_name!r} for the data source {text!r}: {error}. Install it or run from its folder."
-        ) from error
-    except SystemExit as error:
-        raise InputError(
-            f"The module {module_name!r} of the data source {text!r} called sys.exit({error}) on import. "
-            'Move its script code under `if __name__ == "__main__":`.'
-        ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        choices = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise unknown(f"function of module {module_name!r}", function_name, choices)
+    function = named.function(text, "The data source")
     try:
         return function()
     except (Exception, SystemExit) as error:  # sys.exit would end the training with a success code

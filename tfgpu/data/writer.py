@@ -116,16 +116,7 @@ def _check_writable(examples: Examples, shards: int, resized: bool) -> None:
 
 
 def _is_image(examples: Examples) -> bool:
-    return _dtype(examples) == np.uint8 and len(examples.shape) == 3
-
-
-def _dtype(examples: Examples) -> np.dtype:
-    if examples.array is not None:
-        return examples.array.dtype
-    if examples.stored is not None:
-        return np.dtype(examples.stored().dtype.as_numpy_dtype)
-    one = tf.data.Dataset.range(1).map(examples.load)
-    return np.dtype(one.element_spec.dtype.as_numpy_dtype)
+    return examples.dtype == np.uint8 and len(examples.shape) == 3
 
 
 def _stem(name: str) -> str:
@@ -151,18 +142,11 @@ def _payloads(examples: Examples, order: np.ndarray, resized: bool) -> Iterator:
     if examples.encoded is not None and not resized:
         payload = examples.encoded
     elif _is_image(examples):
-        payload = lambda i: tf.io.encode_png(_value(examples, i))  # noqa: E731
+        payload = lambda i: tf.io.encode_png(examples.example(i))  # noqa: E731
     else:
-        payload = lambda i: _value(examples, i)  # noqa: E731
+        payload = examples.example
     read = tf.data.Dataset.from_tensor_slices(order).map(payload, num_parallel_calls=tf.data.AUTOTUNE)
     return read.prefetch(tf.data.AUTOTUNE).as_numpy_iterator()
-
-
-def _value(examples: Examples, index: tf.Tensor) -> tf.Tensor:
-    if examples.load is not None:
-        return examples.load(index)
-    with tf.device("CPU:0"):
-        return tf.gather(examples.array if examples.stored is None else examples.stored(), index)
 
 
 def _read(payloads: Iterator, name: str):
@@ -198,13 +182,13 @@ def _write_shard(path: Path, part: str, payloads, examples: Examples, indices) -
 
 def _manifest(examples: Examples, written: tuple[manifest.Shard, ...], resized: bool) -> manifest.Manifest:
     encoded = (examples.encoded is not None and not resized) or _is_image(examples)
-    kind = "bytes_list" if encoded else "float_list" if _dtype(examples).kind == "f" else "int64_list"
+    kind = "bytes_list" if encoded else "float_list" if examples.dtype.kind == "f" else "int64_list"
     x, y = ("image/encoded", "image/class/label") if encoded else ("x", "y")
     labels = 1 if examples.labels.ndim == 1 else examples.labels.shape[1]
     return manifest.Manifest(
         name=examples.name,
         features={"x": x, "y": y, "kind": kind, "shape": list(examples.shape), "labels": labels},
-        dtype=None if encoded else _dtype(examples).name,
+        dtype=None if encoded else examples.dtype.name,
         shape=tuple(examples.shape),
         class_names=examples.class_names,
         shards=written,

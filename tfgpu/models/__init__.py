@@ -11,35 +11,31 @@ your own model.
     model = tfgpu.models.build("my_models:unet", input_shape=(64, 64, 1), classes=2, options={"width": 16})
 """
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import keras
 
-from tfgpu import errors
+from tfgpu import errors, named
 from tfgpu.errors import InputError
 from tfgpu.models import parts
 from tfgpu.models.cnn import cnn
 from tfgpu.models.mlp import mlp
 from tfgpu.models.recompute import Recompute
 from tfgpu.models.resnet import resnet
-from tfgpu.models.textcnn import textcnn
 from tfgpu.models.transformer import transformer
 from tfgpu.models.vit import vit
 
 __all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "defaults_of", "mlp"]
-__all__ += ["resnet", "textcnn", "transformer", "vit"]
+__all__ += ["resnet", "transformer", "vit"]
 
-BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, textcnn, transformer, vit)})
+BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, transformer, vit)})
 
 # `build` sets these: a head with logits for the data's classes, and no downloaded weights.
 _FIXED = frozenset({"weights", "include_top", "input_tensor", "input_shape", "classes", "classifier_activation"})
 _WITHOUT_TOP = frozenset({"pooling"})
+_GIVEN = frozenset({"input_shape", "classes"})
 
 
 def applications() -> Mapping[str, Callable[..., keras.Model]]:
@@ -62,7 +58,7 @@ def build(
     """Builds a model by name for a given input shape and number of classes.
 
     Args:
-        name: a builder's name (`cnn`, `mlp`, `resnet`, `textcnn`, `transformer`, `vit`), a name in `keras.applications`
+        name: a builder's name (`cnn`, `mlp`, `resnet`, `transformer`, `vit`), a name in `keras.applications`
             (random weights; not case-sensitive), or `module:function`, also from the current directory. The function
             gets `input_shape` and `classes` if it takes them, and returns a Keras model with logits.
         input_shape: shape of one example, without the batch dimension; for a function also a dict of shapes.
@@ -80,21 +76,13 @@ def build(
         >>> build("mlp", input_shape=(8, 8, 1), classes=10, options={"widths": [32]}).count_params()
         2410
     """
-    options = dict(options or {})
-    known = applications()
-    by_lower = {spelled.lower(): spelled for spelled in known}
-    if not isinstance(name, str) or not name:
-        raise InputError(f"A model's name must be a string such as 'cnn'. Received: {name!r}.")
+    function, options = _builder(name), dict(options or {})
     if ":" in name:
-        return _build_from_module(name, input_shape, classes, options)
+        return _build_from_module(name, function, input_shape, classes, options)
+    _check_options(name, options, _options(name, function))
     if name.lower() in BUILDERS:
-        builder = BUILDERS[name.lower()]
-        _check_options(name, options, _keywords(builder))
-        return builder(input_shape, classes, **options)
-    if name.lower() in by_lower:
-        spelled = by_lower[name.lower()]
-        return _build_application(spelled, known[spelled], input_shape, classes, options)
-    raise errors.unknown("model", name, [*BUILDERS, *by_lower, "module:function"])
+        return function(input_shape, classes, **options)
+    return _build_application(function, input_shape, classes, options)
 
 
 def defaults_of(name: str) -> dict[str, object]:
@@ -114,21 +102,9 @@ def defaults_of(name: str) -> dict[str, object]:
         >>> defaults_of("mlp")["initializer"]
         'he_normal'
     """
-    by_lower = {spelled.lower(): function for spelled, function in applications().items()}
-    if ":" in name:
-        with _current_directory_importable():
-            function = _find_function(name)
-        taken = [p for p in _keywords(function, positional=True) if p not in ("input_shape", "classes")]
-    elif name.lower() in BUILDERS:
-        function = BUILDERS[name.lower()]
-        taken = _keywords(function)
-    elif name.lower() in by_lower:
-        function = by_lower[name.lower()]
-        taken = [p for p in inspect.signature(function).parameters if p not in _FIXED | _WITHOUT_TOP]
-    else:
-        raise errors.unknown("model", name, [*BUILDERS, *by_lower, "module:function"])
+    function = _builder(name)
     parameters = inspect.signature(function).parameters
-    return {option: parameters[option].default for option in taken}
+    return {option: parameters[option].default for option in _options(name, function)}
 
 
 def styles_of(name: str) -> dict[str, tuple[str, ...]]:
@@ -148,10 +124,27 @@ def styles_of(name: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _build_application(name, function, input_shape, classes, options) -> keras.Model:
-    parameters = inspect.signature(function).parameters
-    _check_options(name, options, [p for p in parameters if p not in _FIXED | _WITHOUT_TOP])
-    if "include_preprocessing" in parameters:
+def _builder(name: str) -> Callable[..., keras.Model]:
+    if not isinstance(name, str) or not name:
+        raise InputError(f"A model's name must be a string such as 'cnn'. Received: {name!r}.")
+    if ":" in name:
+        return named.function(name, "Model")
+    known = {**BUILDERS, **{spelled.lower(): function for spelled, function in applications().items()}}
+    if name.lower() not in known:
+        raise errors.unknown("model", name, [*known, "module:function"])
+    return known[name.lower()]
+
+
+def _options(name: str, function: Callable[..., object]) -> list[str]:
+    """The arguments of a builder that the data does not determine."""
+    if name.lower() in BUILDERS:
+        return _keywords(function)
+    taken = _keywords(function, positional=True)
+    return [p for p in taken if p not in (_GIVEN if ":" in name else _FIXED | _WITHOUT_TOP)]
+
+
+def _build_application(function, input_shape, classes, options) -> keras.Model:
+    if "include_preprocessing" in inspect.signature(function).parameters:
         # These models would divide by 255 images that the data pipeline has already scaled.
         options.setdefault("include_preprocessing", False)
     try:
@@ -165,7 +158,7 @@ def _build_application(name, function, input_shape, classes, options) -> keras.M
     except (ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
-            f"Model {name!r} cannot be built for input_shape={tuple(input_shape)}, classes={classes}, "
+            f"Model {function.__name__!r} cannot be built for input_shape={tuple(input_shape)}, classes={classes}, "
             f"options={options}: {reason} If the images are too small, resize them, or use cnn or resnet."
         ) from error
     if keras.backend.standardize_dtype(model.output.dtype) == "float32":
@@ -174,24 +167,21 @@ def _build_application(name, function, input_shape, classes, options) -> keras.M
     return keras.Model(model.input, logits, name=model.name)
 
 
-def _build_from_module(name, input_shape, classes, options) -> keras.Model:
-    with _current_directory_importable():
-        function = _find_function(name)
-        shape = dict(input_shape) if isinstance(input_shape, Mapping) else tuple(input_shape)
-        given = {"input_shape": shape, "classes": classes}
-        if _takes_any(function):
-            arguments = {**given, **options}
-        else:
-            allowed = _keywords(function, positional=True)
-            _check_options(name, options, [p for p in allowed if p not in given])
-            arguments = {key: value for key, value in given.items() if key in allowed} | options
-        missing = [p for p in _required(function) if p not in arguments]
-        if missing:
-            raise InputError(f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it.")
-        try:
+def _build_from_module(name, function, input_shape, classes, options) -> keras.Model:
+    shape = dict(input_shape) if isinstance(input_shape, Mapping) else tuple(input_shape)
+    arguments = {"input_shape": shape, "classes": classes}
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function)):
+        _check_options(name, options, _options(name, function))
+        arguments = {key: value for key, value in arguments.items() if key in _keywords(function, positional=True)}
+    arguments |= options
+    missing = [p for p in _required(function) if p not in arguments]
+    if missing:
+        raise InputError(f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it.")
+    try:
+        with named.importing_from_here():
             model = function(**arguments)
-        except SystemExit as error:  # otherwise the run would end here, with the function's exit code
-            raise InputError(f"{name} called sys.exit({error.code!r}). Return a Keras model.") from None
+    except SystemExit as error:  # otherwise the run would end here, with the function's exit code
+        raise InputError(f"{name} called sys.exit({error.code!r}). Return a Keras model.") from None
     if not isinstance(model, keras.Model):
         raise InputError(
             f"Model {name!r} must return a keras.Model. Received: {type(model).__name__}. Return the model."
@@ -202,46 +192,6 @@ def _build_from_module(name, input_shape, classes, options) -> keras.Model:
             "and the loss would apply it again. Remove that activation."
         )
     return model
-
-
-def _find_function(name: str) -> Callable[..., object]:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise InputError(f"Your own model must be named module:function. Received: {name!r}.")
-    module = _import_module(name, module_name)
-    function = getattr(module, function_name, None)
-    if function is None:
-        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise errors.unknown(f"function of module {module_name}", function_name, names)
-    if not callable(function):
-        raise InputError(f"Model {name!r} must name a function. Received: a {type(function).__name__}.")
-    return function
-
-
-def _import_module(name: str, module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise InputError(
-                f"Model {name!r}: no module {module_name!r} in {os.getcwd()} or among the installed packages. "
-                "Correct the name, or run from its directory."
-            ) from error
-        raise InputError(f"Model {name!r}: {module_name} needs {error.name!r}, which is not installed.") from error
-    except (ValueError, TypeError) as error:
-        raise InputError(f"Model {name!r}: {module_name!r} is not a module name ({error}).") from error
-
-
-@contextmanager
-def _current_directory_importable() -> Iterator[None]:
-    """Makes the current directory importable, which `python script.py` does and an installed command does not."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _check_options(name: str, options: Mapping[str, object], allowed: Sequence[str]) -> None:
@@ -267,10 +217,6 @@ def _keywords(function: Callable[..., object], *, positional: bool = False) -> l
 def _required(function: Callable[..., object]) -> list[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in variable]
-
-
-def _takes_any(function: Callable[..., object]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function))
 
 
 def _ends_in_softmax(model: keras.Model) -> bool:

@@ -15,19 +15,18 @@ Stages (options and defaults; fractions are of the image's side unless stated ot
 | `hue` | rotates the hue by up to this fraction of the color circle; three channels | `fraction=0.05` |
 | `noise` | adds Gaussian noise | `stddev=0.05` |
 | `cutout` | blanks one square (DeVries and Taylor 2017, arXiv:1708.04552) | `fraction=0.25` |
-| `randaugment` | a few of fourteen operations (see `randaugment.py`) | `num_ops=2, magnitude=9, fill="constant"` |
 | `mixup` | blends two examples and their labels (see `mixing.py`) | `alpha=0.2, probability=1` |
 | `cutmix` | pastes a box of another example, with its share of the label | `alpha=1, probability=1` |
 
 `fill` determines the pixels beyond the border: `constant` (0), `reflect` or `nearest`. Values may leave [0, 1]; `hue`
-and `randaugment` clip them. Every random number depends on (seed, epoch, position in the epoch).
+clips them. Every random number depends on (seed, epoch, position in the epoch).
 """
 
 import math
 
 import tensorflow as tf
 
-from tfgpu.data.augmentation import color, geometry, mixing, randaugment, targets
+from tfgpu.data.augmentation import color, geometry, mixing, targets
 from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.augmentation.stages import COLOR, MIXING
 from tfgpu.data.position import Numbers
@@ -216,5 +215,4 @@ _PIXEL_STAGES = {
     "hue": _hue,
     "noise": _noise,
     "cutout": _cutout,
-    "randaugment": randaugment.apply,
 }

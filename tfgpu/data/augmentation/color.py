@@ -41,51 +41,6 @@ def turn_hue(images: tf.Tensor, turns: tf.Tensor) -> tf.Tensor:
     return tf.image.hsv_to_rgb(tf.stack([hue, saturation, value], axis=-1))
 
 
-def sharpen(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Blends with a 3x3 blur; the border stays unchanged."""
-    if min(images.shape[1:3]) < 3:
-        return images
-    down = images[:, :-2] + images[:, 1:-1] + images[:, 2:]
-    nine = down[:, :, :-2] + down[:, :, 1:-1] + down[:, :, 2:]
-    inner = images[:, 1:-1, 1:-1]
-    blurred = (nine + 4.0 * inner) / 13.0  # the center counts five times
-    less = tf.pad(blurred - inner, [[0, 0], [1, 1], [1, 1], [0, 0]])
-    return images + (1.0 - _each(factor)) * less
-
-
-def solarize(images: tf.Tensor, threshold) -> tf.Tensor:
-    """Inverts the values of at least `threshold`."""
-    return tf.where(images >= threshold, 1.0 - images, images)
-
-
-def posterize(images: tf.Tensor, bits: int) -> tf.Tensor:
-    """Keeps the `bits` most significant of each value's eight bits."""
-    step = float(2 ** (8 - bits))
-    return tf.floor(tf.round(images * 255.0) / step) * step / 255.0
-
-
-def stretch(images: tf.Tensor) -> tf.Tensor:
-    """Stretches each channel to the range [0, 1] (autocontrast); constant channels stay unchanged."""
-    low, high = (f(images, axis=[1, 2], keepdims=True) for f in (tf.reduce_min, tf.reduce_max))
-    return tf.where(high > low, (images - low) / tf.where(high > low, high - low, 1.0), images)
-
-
-def equalize(images: tf.Tensor) -> tf.Tensor:
-    """Equalizes each channel's histogram, as the Pillow library does for 8-bit values."""
-    shape = tf.shape(images)
-    values = tf.cast(tf.round(tf.clip_by_value(images, 0.0, 1.0) * 255.0), tf.int32)
-    planes = tf.reshape(tf.transpose(values, [0, 3, 1, 2]), [shape[0] * shape[3], shape[1] * shape[2]])
-    cells = tf.reshape(planes + 256 * tf.range(tf.shape(planes)[0])[:, None], [-1])
-    counts = tf.math.unsorted_segment_sum(tf.ones_like(cells), cells, 256 * tf.shape(planes)[0])
-    counts = tf.reshape(counts, [-1, 256])
-    brightest = tf.gather(counts, tf.reduce_max(planes, axis=1), batch_dims=1)
-    step = ((shape[1] * shape[2] - brightest) // 255)[:, None]
-    table = (step // 2 + tf.cumsum(counts, axis=1, exclusive=True)) // tf.maximum(step, 1)
-    table = tf.where(step > 0, tf.minimum(table, 255), tf.range(256)[None, :])
-    planes = tf.cast(tf.gather(table, planes, batch_dims=1), tf.float32) / 255.0
-    return tf.transpose(tf.reshape(planes, [shape[0], shape[3], shape[1], shape[2]]), [0, 2, 3, 1])
-
-
 def _means(images: tf.Tensor) -> tf.Tensor:
     """Each image's mean by channel, [batch, 1, 1, channels], the same to the bit whatever images are beside it.
 

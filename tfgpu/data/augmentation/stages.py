@@ -18,7 +18,6 @@ STAGES: Mapping[str, Mapping[str, object]] = {
     "hue": {"fraction": 0.05},
     "noise": {"stddev": 0.05},
     "cutout": {"fraction": 0.25},
-    "randaugment": {"num_ops": 2, "magnitude": 9, "fill": "constant"},
     "mixup": {"alpha": 0.2, "probability": 1.0},
     "cutmix": {"alpha": 1.0, "probability": 1.0},
 }
@@ -28,11 +27,9 @@ MIXING = ("mixup", "cutmix")  # mix examples and their labels
 
 _BOUNDS = {  # option -> (check, description)
     "padding": (lambda v: v == int(v) and v >= 1, "a whole number of pixels from 1"),
-    "num_ops": (lambda v: v == int(v) and v >= 1, "a whole number from 1"),
     "fraction": (lambda v: 0 < v < 1, "between 0 and 1"),
     "degrees": (lambda v: 0 < v <= 180, "above 0 and at most 180"),
     "stddev": (lambda v: v > 0, "above 0"),
-    "magnitude": (lambda v: 0 <= v <= 30, "from 0 to 30"),
     "alpha": (lambda v: 0 < v < float("inf"), "above 0"),
     "probability": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
 }

@@ -1,7 +1,6 @@
 """TFRecord shards and tables in remote storage, as examples."""
 
 import dataclasses
-import itertools
 import struct
 import tempfile
 from pathlib import Path
@@ -13,11 +12,10 @@ from tfgpu.data import manifest, records, tables
 from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import SourceName
-from tfgpu.data.places import Index
+from tfgpu.data.places import FOOT, HEAD, Index, masked, scan
 from tfgpu.data.storage.remote_files import Remote, RemoteFile, Storage
 from tfgpu.errors import InputError, MachineError
 
-_HEAD, _FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
 _AHEAD = 8  # blocks to fetch ahead while files are scanned
 _TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 
@@ -94,17 +92,15 @@ class RemoteIndex(Index):
 
     def __init__(self, paths: list[RemoteFile], *, known=None):
         self._crc, self._files = _crc32c(), paths
-        if known is None:
-            found = [_scan(file, self._crc) for file in paths]
-            super().__init__(paths, known=[np.array(starts, np.int64) for starts, _ in found])
-            self.lost = tuple(
-                f"record {len(starts)} of {file} and what follows it (the first is 0)"
-                for file, (starts, is_broken) in zip(paths, found, strict=True)
-                if is_broken
-            )
-        else:
-            super().__init__(paths, known=known)
+        super().__init__(paths, known=known)
         self._ends = self._ends_in_files()
+
+    def _scan(self, path: RemoteFile) -> tuple[list[int], bool]:
+        def read(place: int, length: int) -> bytes:
+            path.fetch_ahead(path.blocks(place, _AHEAD << 20))
+            return path.read(place, length)
+
+        return scan(path, path.size, read)
 
     def _ends_in_files(self) -> np.ndarray:
         """Where each record ends: where the next one of its file begins, or the file's end."""
@@ -152,35 +148,11 @@ class RemoteIndex(Index):
 def _content(framed: bytes, crc) -> bytes | None:
     """A record without its frame; None if a checksum does not match."""
     length = struct.unpack("<Q", framed[:8])[0]
-    content = framed[_HEAD : _HEAD + length]
-    sums = framed[8:_HEAD] + framed[_HEAD + length : _HEAD + length + _FOOT]
-    if len(content) < length or sums != struct.pack("<II", _masked(crc(framed[:8])), _masked(crc(content))):
+    content = framed[HEAD : HEAD + length]
+    sums = framed[8:HEAD] + framed[HEAD + length : HEAD + length + FOOT]
+    if len(content) < length or sums != struct.pack("<II", masked(crc(framed[:8])), masked(crc(content))):
         return None
     return content
-
-
-def _scan(file: RemoteFile, crc) -> tuple[list[int], bool]:
-    """The offsets of a file's records, and whether it ends in an invalid one."""
-    if file.size and file.read(0, 2) == b"\x1f\x8b":
-        raise InputError(f"{file} is compressed, which prevents random access to its records. Decompress it.")
-    starts, place = [], 0
-    for _ in itertools.count():
-        if place >= file.size:
-            return starts, False
-        file.fetch_ahead(file.blocks(place, _AHEAD << 20))
-        head = file.read(place, _HEAD)
-        if len(head) < _HEAD or struct.unpack("<I", head[8:])[0] != _masked(crc(head[:8])):
-            return starts, True
-        after = place + _HEAD + struct.unpack("<Q", head[:8])[0] + _FOOT
-        if after > file.size:
-            return starts, True
-        starts.append(place)
-        place = after
-
-
-def _masked(checksum: int) -> int:
-    """A CRC-32C, masked as the format of TFRecord files specifies."""
-    return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _crc32c():

@@ -1,6 +1,6 @@
 """Arrays beside the classes of examples: numbers to predict, named inputs and targets, sample weights.
 
-They lie in memory, or in files that are read by rows (`Mapped`), and are gathered by index when a batch is made, so
+They lie in memory and are gathered by index when a batch is made, so
 order, splits, balancing and each worker's own rows are those of every source.
 """
 
@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.names import TASKS
-from tfgpu.data.structure.mapped import Mapped
 from tfgpu.errors import InputError, unknown
 
 
@@ -42,9 +41,7 @@ class Structure:
     def gatherer(self) -> Callable[[tf.Tensor], tuple[Any, Any, Any]]:
         """Returns a function from indices to inputs, targets and weights; None for what there is not."""
 
-        def reader(values: np.ndarray | Mapped) -> Callable[[tf.Tensor], tf.Tensor]:
-            if isinstance(values, Mapped):
-                return values.gather
+        def reader(values: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
             with tf.device("CPU:0"):
                 tensor = tf.constant(values)
             return lambda index: tf.gather(tensor, index)
@@ -58,30 +55,18 @@ class Structure:
 
         return gather
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether inputs are read from files."""
-        return any(isinstance(each, Mapped) for each in tf.nest.flatten(self.inputs))
-
     def joined(self, *others: "Structure") -> "Structure":
         """This structure's rows, and then those of others; raises `ValueError` or `TypeError` if they do not match."""
         found = []
         for each in zip(*(one.all() for one in (self, *others)), strict=True):
             if any(one is None for one in each) and not all(one is None for one in each):
                 raise ValueError("some have inputs, targets or weights that others do not have")
-            if each[0] is None:
-                found.append(None)
-            else:
-                found.append(tf.nest.map_structure(_joined, *each))
+            found.append(None if each[0] is None else tf.nest.map_structure(lambda *rows: np.concatenate(rows), *each))
         return Structure(*found)
 
     def all(self) -> tuple[Any, Any, Any]:
         """Inputs, targets and weights."""
         return self.inputs, self.targets, self.weights
-
-
-def _joined(first: np.ndarray | Mapped, *others: np.ndarray | Mapped) -> np.ndarray | Mapped:
-    return first.joined(others) if isinstance(first, Mapped) else np.concatenate([first, *others])
 
 
 Task = str | Mapping[str, str] | None
@@ -169,7 +154,7 @@ def number_of(text: Any) -> float:
         return float("nan")
 
 
-def numbers(y: np.ndarray, task: str | None, name: str, *, first: int = 0) -> np.ndarray:
+def numbers(y: np.ndarray, task: str | None, name: str) -> np.ndarray:
     """Numbers to predict: float32 of any float, or for regression of all; int64 of integers; uint8 masks as they are.
 
     Args:
@@ -189,7 +174,6 @@ def numbers(y: np.ndarray, task: str | None, name: str, *, first: int = 0) -> np
     if not np.isfinite(y).all():
         row = int(np.flatnonzero(~np.isfinite(y).reshape(len(y), -1).all(1))[0])
         raise InputError(
-            f"{name}: y must be finite. Received: NaN or Inf in example {first + row} (the first is 0). "
-            "Remove or correct it."
+            f"{name}: y must be finite. Received: NaN or Inf in example {row} (the first is 0). Remove or correct it."
         )
     return y

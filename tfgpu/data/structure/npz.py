@@ -6,7 +6,7 @@
     sample_weight                a number from 0 per example
     x_train, y_train, x_test     the same for splits, in one file; or files named train..., test...
 
-Arrays that `numpy.savez` wrote are read by rows where all together exceed `memory_bytes`; compressed ones cannot be.
+They are read into memory, and must fit in `memory_bytes`.
 """
 
 import re
@@ -21,7 +21,6 @@ from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples
 from tfgpu.data.records import find, parts_of
 from tfgpu.data.splits import PARTS
-from tfgpu.data.structure.mapped import Mapped
 from tfgpu.data.structure.opening import open_structured
 from tfgpu.errors import InputError
 
@@ -37,19 +36,22 @@ def open_npz(path: str, reading: Reading) -> Examples:
         reading: how much to keep in memory, and the task.
 
     Raises:
-        InputError: no file, arrays of other names or of Python objects, or compressed ones that exceed memory.
+        InputError: no file, arrays of other names or of Python objects, or more than fit in memory.
     """
     paths = find(path, end=".npz")
     name = Path(path).name
     check_unsized(name, reading.image_size)
-    members = [_members(each) for each in paths]
-    total = sum(each.nbytes for file in members for each in file.values())
-    is_mapped = total > reading.memory_bytes
-    parts: dict[str, list[dict[str, Any]]] = {}
+    members = [_read(each) for each in paths]
+    if sum(each.nbytes for file in members for each in file.values()) > reading.memory_bytes:
+        raise InputError(
+            f"{name} does not fit in memory_bytes={reading.memory_bytes}. Increase it (--memory-bytes), or write "
+            "shards: tfgpu data write."
+        )
+    parts: dict[str, list[dict[str, np.ndarray]]] = {}
     for part, numbers in parts_of(paths).items():
         for at in numbers:
             for own, arrays in _by_part(paths[at], members[at], part).items():
-                parts.setdefault(own, []).append(_held(paths[at], arrays, reading) if is_mapped else _read(arrays))
+                parts.setdefault(own, []).append(arrays)
     whole = {part: _joined(files, name) for part, files in parts.items()}
     if "train" not in whole:
         raise InputError(f"{name} has no training examples. Received: arrays for {', '.join(sorted(whole))}.")
@@ -58,41 +60,13 @@ def open_npz(path: str, reading: Reading) -> Examples:
     )
 
 
-def _members(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file: mapped where they lie there as they are, else read."""
+def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        with zipfile.ZipFile(path) as archive, np.load(path, allow_pickle=False) as loaded:
-            return {
-                key: _map(path, archive, f"{key}.npy") if _is_stored(archive, f"{key}.npy") else loaded[key]
-                for key in loaded.files
-            }
+        with np.load(path, allow_pickle=False) as loaded:
+            return dict(loaded)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = "it holds Python objects, which are not unpickled" if "pickle" in str(error) else str(error)
         raise InputError(f"Cannot read {path} as npz: {reason}. Write arrays of numbers with numpy.savez.") from error
-
-
-def _is_stored(archive: zipfile.ZipFile, member: str) -> bool:
-    return member in archive.NameToInfo and archive.getinfo(member).compress_type == zipfile.ZIP_STORED
-
-
-def _map(path: Path, archive: zipfile.ZipFile, member: str) -> np.ndarray:
-    """A memory-mapped array of an archive in which it is not compressed."""
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(file)
-        header = file.tell()
-    if dtype.hasobject:
-        raise ValueError("pickle")
-    info = archive.getinfo(member)
-    with open(path, "rb") as file:  # the local header's own lengths may differ from the directory's
-        file.seek(info.header_offset + 26)
-        lengths = int.from_bytes(file.read(2), "little") + int.from_bytes(file.read(2), "little")
-    offset = info.header_offset + 30 + lengths + header
-    if not np.prod(shape, dtype=np.int64):
-        return np.zeros(shape, dtype)
-    order = "F" if is_fortran else "C"
-    return np.memmap(path, dtype, "r", offset=offset, shape=shape, order=order)
 
 
 def _by_part(path: Path, arrays: Mapping[str, np.ndarray], part: str) -> dict[str, dict[str, np.ndarray]]:
@@ -106,35 +80,13 @@ def _by_part(path: Path, arrays: Mapping[str, np.ndarray], part: str) -> dict[st
     return found
 
 
-def _read(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {key: np.array(each) for key, each in arrays.items()}
-
-
-def _held(path: Path, arrays: Mapping[str, np.ndarray], reading: Reading) -> dict[str, Any]:
-    """Arrays of one number per example in memory, and others by rows."""
-    found: dict[str, Any] = {}
-    for key, each in arrays.items():
-        if each.ndim > 1 and not isinstance(each, np.memmap) and each.nbytes > reading.memory_bytes:
-            raise InputError(
-                f"{path}: the array {key!r} is compressed and does not fit in memory_bytes={reading.memory_bytes}. "
-                "Write it with numpy.savez, which does not compress, or increase memory_bytes (--memory-bytes)."
-            )
-        found[key] = Mapped([each]) if each.ndim > 1 and isinstance(each, np.memmap) else np.array(each)
-    return found
-
-
-def _joined(files: list[dict[str, Any]], name: str) -> dict[str, Any]:
+def _joined(files: list[dict[str, np.ndarray]], name: str) -> dict[str, np.ndarray]:
     """The arrays of one split's files, one after another."""
     first, *others = files
     if any(each.keys() != first.keys() for each in others):
         raise InputError(f"{name}: all files of a split must hold arrays of the same names.")
     try:
-        return {
-            key: each.joined([other[key] for other in others])
-            if isinstance(each, Mapped)
-            else np.concatenate([each, *(other[key] for other in others)])
-            for key, each in first.items()
-        }
+        return {key: np.concatenate([each[key] for each in files]) for key in first}
     except ValueError as error:
         raise InputError(f"{name}: all files must hold examples of one shape: {error}.") from error
 

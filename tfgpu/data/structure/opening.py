@@ -12,7 +12,6 @@ from tfgpu.data import splits
 from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples, features, from_arrays, labeled, labels_of
 from tfgpu.data.structure.arrays import Structure, Task, has_numbers, numbers, task_of
-from tfgpu.data.structure.mapped import Mapped
 from tfgpu.errors import InputError, unknown
 
 
@@ -94,8 +93,6 @@ def _weights(given: Any, name: str) -> np.ndarray:
 def _arrays(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _arrays(each, f"{name}[{key!r}]") for key, each in value.items()}
-    if isinstance(value, Mapped):
-        return value
     try:
         return np.asarray(value)
     except ValueError as error:
@@ -141,16 +138,11 @@ def with_targets(examples: Examples, y: Any, weights: np.ndarray | None, *, task
     return replace(examples, labels=labels[rows], class_names=class_names, structure=structure)
 
 
-def _features(values: np.ndarray | Mapped, name: str, digests: list[list[bytes]]) -> np.ndarray | Mapped:
+def _features(values: np.ndarray, name: str, digests: list[list[bytes]]) -> np.ndarray:
     """Rows as the model sees them; appends a hash of each."""
-    if not isinstance(values, Mapped):
-        found = features(values, name=name)
-        digests.append([splits.digest(row) for row in found])
-        return found
-    digests.append([])
-    for first, rows in values.chunks():
-        digests[-1] += [splits.digest(row) for row in features(rows, name=name, first=first)]
-    return values.converted(lambda rows: features(rows, name=name))
+    found = features(values, name=name)
+    digests.append([splits.digest(row) for row in found])
+    return found
 
 
 def _learned(y: Any, task: Task, name: str) -> tuple[np.ndarray, tuple[str, ...], Any, dict[str, tuple[str, ...]]]:
@@ -158,9 +150,6 @@ def _learned(y: Any, task: Task, name: str) -> tuple[np.ndarray, tuple[str, ...]
     if isinstance(y, Mapping):
         targets, named = _named(y, task, name)
         return np.zeros(len(tf.nest.flatten(y)[0]), np.int64), (), targets, named
-    if isinstance(y, Mapped) and task == "regression" or isinstance(y, Mapped) and y.dtype.kind == "f" and y.ndim > 2:
-        return np.zeros(len(y), np.int64), (), _numbers(y, "regression", name), {}
-    y = y.rows(np.arange(len(y))) if isinstance(y, Mapped) else y
     labels, class_names, structure = labeled(y, name=name, task=task)
     return labels, class_names, None if structure is None else structure.targets, {}
 
@@ -180,13 +169,5 @@ def _named(y: Mapping[str, Any], task: Task, name: str) -> tuple[dict[str, Any],
         elif is_array and said == "classification" and value.ndim == 1:
             found[target], _ = labels_of(value, name=where)
         else:
-            found[target] = tf.nest.map_structure(functools.partial(_numbers, task=said, name=where), value)
+            found[target] = tf.nest.map_structure(functools.partial(numbers, task=said, name=where), value)
     return found, class_names
-
-
-def _numbers(values: np.ndarray | Mapped, task: str | None, name: str) -> np.ndarray | Mapped:
-    if not isinstance(values, Mapped):
-        return numbers(values, task, name)
-    for first, rows in values.chunks():
-        numbers(rows, task, name, first=first)
-    return values.converted(lambda rows: numbers(rows, task, name))

@@ -187,7 +187,6 @@ def _opened(
         own=own,
         class_names=tuple(map(str, range(count))),
         encoded=None if masks else lambda i: tf.io.read_file(tf.gather(path_of, i)),
-        file_of=np.arange(count),
         labels=np.arange(count),
         paths=(*pictures, *(masks or ())),
         planes=0 if masks is None else 1,

@@ -10,7 +10,7 @@ Both read each sequence once per epoch, in an order that depends only on `(seed,
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,8 @@ def bucket(
     def total(row, count, length):
         return count
 
-    return _made(tokens, rows, fetch, total, batches.steps, len(which), batches.padded, feed)
+    facts = {"examples": len(which), "rows": len(which), "filled": len(tokens.values) / batches.padded}
+    return made(rows, fetch, total, batches.steps, feed, **facts)
 
 
 def pack(
@@ -174,20 +175,14 @@ def pack(
         arrays = {name: tf.constant(packed[name]) for name in (*names, "y")}
         weights = tf.constant(weight)
 
-    def rows(epoch):
-        drawn = tf.range(count, dtype=tf.int64)
-        drawn = position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn
-        return rows_of(epoch, drawn, count, global_batch)
-
     def fetch(epoch, start, row, own=None):
         row = of_rows(row[: count - start], own)
         x = {name: tf.gather(array, row) for name, array in arrays.items()}
         return x, x.pop("y"), tf.gather(weights, row)
 
-    def total(epoch, start, row):
-        return tf.minimum(count - start, global_batch)
-
-    return _made(tokens, rows, fetch, total, -(-count // global_batch), count, count * length, feed)
+    rows, total = dealt(count, global_batch, seed, shuffle)
+    facts = {"examples": len(tokens.lengths), "rows": count, "filled": len(tokens.values) / (count * length)}
+    return made(rows, fetch, total, -(-count // global_batch), feed, **facts)
 
 
 def segment_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor:
@@ -351,15 +346,23 @@ def _best_fit(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray,
     return row, offset, segment
 
 
-def _made(tokens: _Tokens, rows, fetch, total, steps: int, count: int, places: int, feed: Feed | None) -> Sequences:
+def dealt(count: int, global_batch: int, seed: int, shuffle: bool) -> tuple[Callable, Callable]:
+    """`rows` and `total` of `feed.by_rows`, for batches of consecutive rows in an epoch's order."""
+
+    def rows(epoch):
+        drawn = tf.range(count, dtype=tf.int64)
+        return rows_of(epoch, position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn, count, global_batch)
+
+    def total(epoch, start, row):
+        return tf.minimum(count - start, global_batch)
+
+    return rows, total
+
+
+def made(
+    describe: Callable, fetch: Callable, total: Callable, steps: int, feed: Feed | None, **facts: Any
+) -> Sequences:
+    """Batches as `feed.by_rows` makes them, with a counter of their epochs."""
     counter = position.Counter()
-    return Sequences(
-        train=by_rows(
-            counter.positions(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=lambda: counter.next
-        ),
-        examples=len(tokens.lengths),
-        rows=count,
-        steps_per_epoch=steps,
-        filled=len(tokens.values) / places,
-        _counter=counter,
-    )
+    train = by_rows(counter.positions(), describe, fetch, total, steps, feed or Feed(), next_epoch=lambda: counter.next)
+    return Sequences(train, steps_per_epoch=steps, _counter=counter, **facts)

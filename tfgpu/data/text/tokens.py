@@ -6,25 +6,22 @@ shapes small.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.cluster import Cluster
-from tfgpu.data import position
 from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.columns import LABELS, has_columns
-from tfgpu.data.feed import Feed, by_rows, rows_of
-from tfgpu.data.text.sequences import IGNORED, NEXT, Sequences, doubling, increasing
+from tfgpu.data.feed import Feed
+from tfgpu.data.text.sequences import IGNORED, NEXT, Sequences, dealt, doubling, increasing, made
 from tfgpu.errors import InputError, unknown, whole_number
 
 IDS, MASK = "input_ids", "attention_mask"
 _ROWS = 1000
 
 _log = logging.getLogger(__name__)
-Collate = Callable[[list[dict[str, object]]], Mapping[str, np.ndarray]]
 
 
 def tokenized(
@@ -43,8 +40,7 @@ def tokenized(
     Args:
         dataset: a Hugging Face dataset, map-style or iterable (which is read once), or a dict of lists, such as a
             tokenizer returns: `input_ids`, and other columns of the same lengths (`token_type_ids`). Columns that are
-                not
-            numeric are dropped with a log message. `attention_mask` is added if it is missing.
+            not numeric are dropped with a log message. `attention_mask` is added if it is missing.
         global_batch: sequences in a batch; the last one may be smaller.
         labels: the column of labels, one per sequence or one per token; `"next"`: each token's label is the next token.
             Default: `labels`, `label`, `target` or `y`; without any of them batches have no labels.
@@ -73,16 +69,12 @@ def tokenized(
     """
     whole_number("global_batch", global_batch)
     table = _Table.of(_columns(dataset), labels, pad_id)
-    count, steps = len(table.lengths), -(-len(table.lengths) // global_batch)
+    count = len(table.lengths)
     rising = _lengths(lengths, int(table.lengths.max()))
     with tf.device("CPU:0"):
         stops = tf.constant(rising, tf.int64)
         tensors = {name: tf.constant(values) for name, values in (table.tokens | table.single).items()}
         starts, sizes = tf.constant(table.starts), tf.constant(table.lengths)
-
-    def rows(epoch):
-        drawn = tf.range(count, dtype=tf.int64)
-        return rows_of(epoch, position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn, count, global_batch)
 
     def fetch(epoch, start, row, own=None):
         row = row[: count - start]
@@ -98,86 +90,10 @@ def tokenized(
             batch[name] = tf.where(inside, tf.gather(tensors[name], flat), padding)
         return table.split(batch)
 
-    def total(epoch, start, row):
-        return tf.minimum(count - start, global_batch)
-
-    counter = position.Counter()
-    next_epoch = lambda: counter.next  # noqa: E731
-    train = by_rows(counter.positions(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=next_epoch)
     filled = float(table.lengths.mean()) / float(rising[np.searchsorted(rising, table.lengths)].mean())
-    return Sequences(train, count, count, steps, filled, counter)
-
-
-def collated(
-    dataset: Sequence[dict[str, object]],
-    collate: Collate,
-    *,
-    global_batch: int,
-    labels: str = "labels",
-    seed: int = 0,
-    shuffle: bool = True,
-    feed: Feed | None = None,
-) -> Sequences:
-    """Makes batches with a `transformers` collator: `DataCollatorWithPadding(tokenizer, return_tensors="np")`.
-
-    It is called in Python with the rows of a whole global batch, one batch at a time. A random collator, such as
-    `DataCollatorForLanguageModeling`, needs the same seed on every worker; a resumed run draws different numbers. Set
-    `pad_to_multiple_of`, or every new length is traced again.
-
-    Args:
-        dataset: a map-style Hugging Face dataset or a list, whose items are dicts.
-        collate: maps a list of such dicts to a dict of arrays with as many rows.
-        global_batch: rows in a batch; the last one may be smaller.
-        labels: the array to use as y; without it, batches have no labels. Labels per token become `(y, sample_weight)`
-            as in `tokenized`.
-        seed: determines the order of every epoch.
-        shuffle: False keeps the dataset's order.
-        feed: how batches are prepared ahead of training.
-
-    Returns:
-        The batches; `filled` is unknown (NaN).
-
-    Raises:
-        InputError: no rows, or a collator that does not return arrays.
-
-    Example:
-        >>> pairs = [{"a": 1, "labels": 0}, {"a": 2, "labels": 1}]
-        >>> stack = lambda rows: {name: np.array([row[name] for row in rows]) for name in rows[0]}
-        >>> x, y = collated(pairs, stack, global_batch=2, shuffle=False).peek()
-        >>> x["a"].numpy().tolist(), y.numpy().tolist()
-        ([1, 2], [0, 1])
-
-    Source: https://huggingface.co/docs/transformers/main_classes/data_collator
-    """
-    whole_number("global_batch", global_batch)
-    if not hasattr(dataset, "__len__") or not len(dataset):
-        raise InputError("`dataset` must have a length of at least 1. Received: none. Use tokenized().")
-    count, steps = len(dataset), -(-len(dataset) // global_batch)
-    first = _arrays(collate([dataset[0]]), 1)
-    names = sorted(first)
-    by_token = labels in first and first[labels].ndim > 1
-    kinds = [_small(first[name]).dtype for name in names]
-
-    def make(row):
-        arrays = _arrays(collate([dataset[int(index)] for index in row]), len(row))
-        return [arrays[name].astype(kind) for name, kind in zip(names, kinds, strict=True)]
-
-    def rows(epoch):
-        drawn = tf.range(count, dtype=tf.int64)
-        return rows_of(epoch, position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn, count, global_batch)
-
-    def fetch(epoch, start, row):
-        batch = dict(zip(names, tf.numpy_function(make, [row[: count - start]], kinds), strict=True))
-        for name in names:
-            batch[name].set_shape([None] * first[name].ndim)
-        return _with_labels(batch, labels if labels in names else None, by_token)
-
-    if (cluster := Cluster.from_environment()).is_multi_worker and cluster.is_chief:
-        _log.info("Every worker collates whole batches and keeps its rows: `collate` needs all rows of a batch.")
-    alone = Feed(**{**vars(feed or Feed()), "parallel_calls": 1})  # a random collator draws in the batches' order
-    counter = position.Counter()
-    train = by_rows(counter.positions(), rows, fetch, steps, alone)
-    return Sequences(train, count, count, steps, float("nan"), counter)
+    rows, total = dealt(count, global_batch, seed, shuffle)
+    steps = -(-count // global_batch)
+    return made(rows, fetch, total, steps, feed, examples=count, rows=count, filled=filled)
 
 
 @dataclass(frozen=True)
@@ -222,17 +138,13 @@ class _Table:
         return np.cumsum(self.lengths) - self.lengths
 
     def split(self, batch: dict[str, tf.Tensor]):
-        return _with_labels(batch, self.labels, self.labels in self.tokens)
-
-
-def _with_labels(batch: dict[str, tf.Tensor], labels: str | None, by_token: bool):
-    if labels is None:
-        return batch
-    y = batch.pop(labels)
-    if not by_token:
-        return batch, y
-    counts = y != IGNORED
-    return batch, tf.where(counts, y, tf.zeros_like(y)), tf.cast(counts, tf.float32)
+        if self.labels is None:
+            return batch
+        y = batch.pop(self.labels)
+        if self.labels not in self.tokens:
+            return batch, y
+        counts = y != IGNORED
+        return batch, tf.where(counts, y, tf.zeros_like(y)), tf.cast(counts, tf.float32)
 
 
 def _columns(dataset: object) -> Mapping[str, Sequence]:
@@ -272,19 +184,6 @@ def _small(values: np.ndarray) -> np.ndarray:
     limits = np.iinfo(np.int32)
     fits = values.size == 0 or (limits.min <= values.min() and values.max() <= limits.max)
     return values.astype(np.int32 if fits else np.int64)
-
-
-def _arrays(made: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    if not hasattr(made, "items"):
-        raise InputError(f"`collate` must return a dict of arrays. Received: {type(made)}.")
-    arrays = {name: np.asarray(value) for name, value in made.items()}
-    for name, array in arrays.items():
-        if array.ndim == 0 or len(array) != rows or array.dtype.kind not in "biuf":
-            raise InputError(
-                f"`collate` must return arrays of numbers with {rows} row(s). Received: {name!r} of {array.dtype} and "
-                f'shape {array.shape}. Collators of transformers need return_tensors="np".'
-            )
-    return arrays
 
 
 def _lengths(lengths: Sequence[int] | int | None, longest: int) -> np.ndarray:
