@@ -70,17 +70,11 @@ def test_each_epoch_is_sent_once_however_many_replicas(server):
     assert server.closed == ["finished"]
 
 
-def test_rejected_messages_are_resent_in_order(server, caplog):
+def test_a_lost_tracker_does_not_end_training(server, caplog):
     server.fails = 2
     fit(3, callbacks.Track("json"))
-    assert [step for step, _ in server.rows] == [1, 2, 3] and server.closed == ["finished"]
-    assert "json did not accept 1 messages: gone. Will retry." in caplog.text
-
-
-def test_a_permanently_lost_tracker_does_not_end_training(server, caplog):
-    server.fails = 100
-    assert len(fit(2, callbacks.Track("json"))["loss"]) == 2
-    assert not server.rows and "did not receive all values; the local files have them" in caplog.text
+    assert [step for step, _ in server.rows] == [3] and server.closed == ["finished"]
+    assert caplog.text.count("json did not accept a message: gone.") == 2
 
 
 def test_a_tracker_missing_at_the_start_is_an_error(monkeypatch):

@@ -24,7 +24,6 @@ from keras import layers as L
 from keras import losses as S
 from keras import optimizers as O
 
-from tfgpu.training.one_cycle import OneCycle
 from tfgpu.training.optimizers import LARS
 
 
@@ -418,7 +417,7 @@ def optimizers():
             optimizer=lambda: O.Adam(0.02, use_ema=True, ema_overwrite_frequency=2, gradient_accumulation_steps=2),
         ),
         Case("schedule", optimizer=lambda: O.Adam(O.schedules.CosineDecay(0.05, 10))),
-        Case("schedule-one-cycle", optimizer=lambda: O.Adam(OneCycle(0.05, 10, 3))),
+        Case("schedule-one-cycle", optimizer=lambda: O.Adam(own_code.OneCycle(0.05, 10, 3))),
         Case("LARS", rows=37, optimizer=lambda: LARS(2.0, trust=0.01, weight_decay=0.01), loop=True),
         Case(
             "LARS-ema-accumulate",

@@ -1,9 +1,27 @@
 """Models whose layers and steps their users wrote: what no option of Keras's names."""
 
+import math
+
 import keras
 import tensorflow as tf
 from keras import layers as L
 from material import Adds, dense, numbers
+
+
+class OneCycle(keras.optimizers.schedules.LearningRateSchedule):
+    """Rises to its peak along half a cosine, and falls to nothing along another."""
+
+    def __init__(self, peak, total, rise):
+        self.peak, self.total, self.rise = peak, total, rise
+
+    def __call__(self, step):
+        step = keras.ops.cast(step, "float32")
+        fall = (step - self.rise) / (self.total - self.rise)
+        part = keras.ops.where(step < self.rise, 1 - step / self.rise, fall)
+        return self.peak * (1 + keras.ops.cos(math.pi * keras.ops.clip(part, 0.0, 1.0))) / 2
+
+    def get_config(self):
+        return {"peak": self.peak, "total": self.total, "rise": self.rise}
 
 
 class DropConnect(L.Layer):

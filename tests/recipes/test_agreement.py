@@ -1,14 +1,12 @@
 """Recipe settings that depend on each other, and the objects made from them."""
 
-import re
-
 import keras
 import numpy as np
 import pytest
 
-from tfgpu.callbacks import EvaluateAverages, StochasticWeightAverage
+from tfgpu.callbacks import EvaluateAverages
 from tfgpu.errors import InputError
-from tfgpu.recipes import agreement, compiling, endings
+from tfgpu.recipes import compiling, endings
 from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import make
 from tfgpu.training.optimizers import LARS
@@ -28,9 +26,6 @@ from tfgpu.training.optimizers import LARS
         ({"weight_average_options": {"momentum": 0.9}}, "`weight_average_options` need `weight_average`"),
         ({"weight_average": "eam"}, "Did you mean 'ema'?"),
         ({"weight_average": "ema", "weight_average_options": {"momentum": 1}}, "`momentum` must be a number above 0"),
-        ({"weight_average": "swa", "weight_average_options": {"start_epoch": 21}}, "start_epoch=21 of 20 epochs"),
-        ({"weight_average": "swa", "weight_average_options": {"every": 0}}, "`every` must be a whole number from 1"),
-        ({"weight_average": "swa", "early_stopping": 2}, "Add `restore_best: false` to `early_stopping_options`"),
         ({"weight_average": "ema", "optimizer_options": {"use_ema": True}}, "Received: 'use_ema'"),
         ({"optimizer": "LARS", "decay": "all"}, "LARS never decays biases"),
         ({"label_smoothing": 1}, "`label_smoothing` should be less than 1"),
@@ -98,14 +93,11 @@ def test_a_metric_that_is_never_reported_is_not_waited_for(settings, labels, mes
 
 
 def test_the_callbacks_of_the_ending():
-    assert endings.callbacks(make({}), None) == ()
+    assert endings.callbacks(make({})) == ()
     recipe = make({"weight_average": "ema", "early_stopping": 3, "early_stopping_options": {"start_epoch": 4}})
-    averages, stopping = endings.callbacks(recipe, None)
+    averages, stopping = endings.callbacks(recipe)
     assert isinstance(averages, EvaluateAverages)
     assert (stopping.patience, stopping.start_from_epoch, stopping.mode) == (3, 3, "min")
-    (mean,) = endings.callbacks(make({"weight_average": "swa", "epochs": 8}), None)
-    assert isinstance(mean, StochasticWeightAverage)
-    assert agreement.weight_average(make({"weight_average": "swa", "epochs": 8})).first(8) == 6
 
 
 AVERAGED = {"weight_average": "ema", "epochs": 2}
@@ -115,27 +107,22 @@ OWN_AVERAGE = {"epochs": 2, "optimizer_options": {"use_ema": True}}
 @pytest.mark.parametrize(
     ("settings", "expected"),  # 40 steps per epoch
     [
-        (AVERAGED, ["45.2%", "is 0.99 for", "80 updates", "momentum=0.971)", "at least 6 epochs", "swa"]),  # 0.99 ** 79
-        (AVERAGED | {"accumulate": 4}, ["82.0%", "is 0.99 for", "20 updates", "momentum=0.88)", "at least 23 epochs"]),
+        (AVERAGED, "45.2%"),  # 0.99 ** 79
+        (AVERAGED | {"accumulate": 4}, "82.0%"),
         (AVERAGED | {"weight_average_options": {"momentum": 0.97}}, None),  # 0.97 ** 79 is 0.090
-        (AVERAGED | {"weight_average_options": {"momentum": 0.98}}, ["20.3%", "momentum=0.971)"]),
+        (AVERAGED | {"weight_average_options": {"momentum": 0.98}}, "20.3%"),
         (AVERAGED | {"epochs": 6}, None),  # 0.99 ** 239 is 0.091
-        (AVERAGED | {"epochs": 5}, ["13.5%", "at least 6 epochs"]),  # 0.99 ** 199
-        (OWN_AVERAGE, ["45.2%", "--optimizer-option ema_momentum=0.971)"]),
-        (OWN_AVERAGE | {"accumulate": 4}, ["45.2%", "80 steps", "ema_momentum=0.971)"]),  # Keras's is of steps
+        (AVERAGED | {"epochs": 5}, "13.5%"),  # 0.99 ** 199
+        (OWN_AVERAGE, "45.2%"),
+        (OWN_AVERAGE | {"accumulate": 4}, "45.2%"),  # Keras's is of steps
         ({"epochs": 2, "optimizer_options": {"use_ema": True, "ema_overwrite_frequency": 10}}, None),
         ({"epochs": 2}, None),
-        ({"epochs": 2, "weight_average": "swa"}, None),
     ],
 )
 def test_an_average_that_is_still_the_initial_value_is_reported(settings, expected):
     recipe = make(settings)
     said = endings.about_average(recipe, compiling.optimizer(recipe, learning_rate=0.1), steps_per_epoch=40)
-    if expected is None:
-        assert said is None
-        return
-    for part in expected:
-        assert part in said, said
+    assert said is None if expected is None else f"a share of {expected}." in said
 
 
 def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
@@ -149,22 +136,12 @@ def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
     assert f"a share of {float(weight):.1%}" in said and "91.4%" in said  # 0.99 ** 9
 
 
-def test_the_suggested_value_suffices():
-    few = make(AVERAGED)
-    said = endings.about_average(few, compiling.optimizer(few, learning_rate=0.1), steps_per_epoch=7)
-    momentum, epochs = re.search(r"momentum=([\d.]+)\), train for at least (\d+)", said).groups()
-    for change in ({"weight_average_options": {"momentum": float(momentum)}}, {"epochs": int(epochs)}):
-        recipe = make(AVERAGED | change)
-        made = compiling.optimizer(recipe, learning_rate=0.1)
-        assert endings.about_average(recipe, made, steps_per_epoch=7) is None, change
-
-
 def test_the_best_epoch_s_averages_are_kept():
     x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
     recipe = make({"weight_average": "ema", "early_stopping": 1, "optimizer": "sgd"})
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(compiling.optimizer(recipe, learning_rate=0.3), "mse")
-    averages, stopping = endings.callbacks(recipe, None)
+    averages, stopping = endings.callbacks(recipe)
     seen = []
     keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(averages.averaged()))
     # The validation asks for something else than the training: it only gets worse.

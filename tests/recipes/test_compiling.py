@@ -86,10 +86,9 @@ def test_plateau_is_a_callback():
     assert schedule.learning_rate == Recipe().learning_rate and callback.patience == 2
 
 
-def test_plateau_rises_first():
-    # 10 steps an epoch, 2 an update: round(1.5 * 5) updates of warm-up.
-    found = rates([0, 1, 14, 15, 16, 60], schedule="plateau", warmup_epochs=1.5, learning_rate=0.9, accumulate=2)
-    assert found == pytest.approx([0.1, 0.1, 0.8, 0.8, 0.9, 0.9])
+def test_plateau_has_no_warmup():
+    with pytest.raises(InputError, match="has no warmup"):
+        compiling.schedule(make({"schedule": "plateau", "warmup_epochs": 1.5}), steps_per_epoch=10)
     with pytest.raises(InputError, match="`warmup_epochs` must be below `epochs`. Received: 4 of 4"):
         make({"schedule": "plateau", "warmup_epochs": 4, "epochs": 4})
 

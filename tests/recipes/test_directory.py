@@ -83,18 +83,8 @@ def test_checking_makes_nothing(tmp_path):
 
 def test_overwriting_removes_the_run_and_nothing_else(finished):
     with directory.claim(finished, Recipe(), overwrite=True) as (_, made):
-        directory.delete_replaced(finished)
-    assert made == []
+        assert made == []
     assert [path.name for path in finished.iterdir()] == ["notes.txt"]
-
-
-def test_a_failure_before_the_first_step_brings_the_earlier_run_back(finished):
-    before = contents(finished)
-    with directory.claim(finished, Recipe(epochs=9), overwrite=True) as (_, made):
-        directory.write_config(finished, Recipe(epochs=9), {})
-        directory.abandon(finished, made)
-    assert contents(finished) == before
-    assert not (finished / ".replaced").exists()
 
 
 def test_a_failure_before_the_first_step_takes_new_folders_back(tmp_path):
@@ -117,47 +107,8 @@ def test_a_config_that_no_run_wrote_protects_its_folder(tmp_path, config):
     assert contents(tmp_path) == before
 
 
-def leave(finished, *, at):
-    """Leaves the files of a run with --overwrite that was killed before its first step."""
-    aside = finished / ".replaced"
-    aside.mkdir()
-    (finished / "checkpoints").rename(aside / "checkpoints")
-    if at == "moving":
-        return
-    (finished / "config.yaml").rename(aside / "config.yaml")
-    if at == "started":
-        directory.write_config(finished, Recipe(epochs=9), FACTS)
-        (finished / "metrics.csv").write_text("epoch\n")
-    if at == "returning":
-        os.replace(aside / "config.yaml", finished / "config.yaml")
-
-
-@pytest.mark.parametrize("at", ["moving", "moved", "started", "returning"])
-def test_a_run_set_aside_by_a_killed_one_is_not_lost(finished, at):
-    before = contents(finished)
-    leave(finished, at=at)
-    with pytest.raises(InputError, match="contains another run"):
-        directory.check(finished)
-    directory.check(finished, overwrite=True)
-    with directory.claim(finished, Recipe(), overwrite=True) as (path, made):
-        assert (path / ".replaced" / "checkpoints" / "1").is_file()
-        directory.abandon(path, made)
-    assert contents(finished) == before and not (finished / ".replaced").exists()
-
-
-@pytest.mark.parametrize(("at", "epochs"), [("moving", 5), ("moved", 5), ("started", 9)])
-def test_after_a_kill_the_run_whose_config_is_there_is_resumed(finished, at, epochs):
-    leave(finished, at=at)
-    assert directory.recorded(finished)["epochs"] == epochs
-    with directory.claim(finished, Recipe(), resume=True):
-        assert recipe.load(finished / "config.yaml").epochs == epochs
-        assert (finished / "checkpoints" / "1").exists() == (epochs == 5)
-        directory.delete_replaced(finished)
-    assert not list(finished.glob(".replaced*"))
-
-
 def test_one_directory_has_one_run_at_a_time(finished, tmp_path):
-    for path, options in ((finished, {"overwrite": True}), (finished, {"resume": True}), (tmp_path / "new", {})):
+    for path, options in ((finished, {"resume": True}), (finished, {"overwrite": True}), (tmp_path / "new", {})):
         with directory.claim(path, Recipe(), **options):
             code = (
                 "import sys; from tfgpu.recipes import directory; from tfgpu.recipes.recipe import Recipe\n"

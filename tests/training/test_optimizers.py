@@ -85,7 +85,7 @@ def trained(replicas, options, policy="float32", epochs=4, callbacks=()):
         model = keras.Sequential(
             [keras.Input((6,)), *hidden, keras.layers.ReLU(), keras.layers.Dense(3, dtype="float32")]
         )
-        rate = schedules.build("one_cycle", 2.0, total_steps=5 * epochs).learning_rate
+        rate = schedules.build("cosine", 2.0, total_steps=5 * epochs, warmup_steps=epochs).learning_rate
         model.compile(
             LARS(rate, trust=0.01, weight_decay=0.01, **options),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -69,29 +69,12 @@ def test_milestones_count_the_warmup():
     np.testing.assert_allclose(rates(schedule, range(6)), [0.3, 0.6, 0.9, 0.9, 0.09, 0.09], rtol=1e-6)
 
 
-def test_one_cycle_rises_and_falls_far_below_its_beginning():
-    options = {"rise": 0.4, "initial_division": 10, "final_division": 5}
-    schedule = schedules.build("one_cycle", 1.0, total_steps=10, options=options)
-    middle = 0.1 + 0.9 * (1 - math.cos(math.pi / 2)) / 2  # of the 4 updates up: half of the way
-    down = 1 + (0.02 - 1) * (1 - math.cos(math.pi / 3)) / 2  # after 2 of the 6 down: a quarter of it
-    expected = [0.1, middle, 1.0, down, 0.02, 0.02]
-    np.testing.assert_allclose(rates(schedule, [0, 2, 4, 6, 10, 20]), expected, rtol=1e-6)
-
-
-def test_one_cycle_rises_for_as_long_as_the_warmup():
-    options = {"shape": "linear", "initial_division": 2, "final_division": 10}
-    schedule = schedules.build("one_cycle", 1.0, total_steps=6, warmup_steps=2, options=options)
-    np.testing.assert_allclose(rates(schedule, range(7)), [0.5, 0.75, 1, 0.7625, 0.525, 0.2875, 0.05], rtol=1e-6)
-
-
 CASES = [
     ("constant", 3),
     ("cosine", 0),
     ("cosine", 3),
     ("exponential", 0),
     ("exponential", 3),
-    ("one_cycle", 0),
-    ("one_cycle", 3),
     ("polynomial", 0),
     ("polynomial", 3),
     ("step", 0),
@@ -211,11 +194,7 @@ def test_plateau_lowers_the_rate_of_a_real_run():
         ("step", {"options": {"milestones": [2]}, "warmup_steps": 2}, "above warmup_steps=2"),
         ("step", {"options": {"milestones": "all"}}, "Received: milestones='all'"),
         ("step", {"options": {"milestones": [2], "factor": 1}}, "`factor` must be a number above 0 and below 1"),
-        ("one_cycle", {"options": {"rise": 1}}, "`rise` must be a number above 0 and below 1"),
-        ("one_cycle", {"options": {"rise": 0.2}, "warmup_steps": 2}, "Use one of them"),
-        ("one_cycle", {"options": {"shape": "cosin"}}, "Did you mean 'cosine'"),
-        ("one_cycle", {"options": {"initial_division": 0.5}}, "`initial_division` must be a number at least 1"),
-        ("one_cycle", {"total_steps": 1}, "needs 2 updates"),
+        ("plateau", {"warmup_steps": 1}, "has no warmup"),
         ("plateau", {"options": {"factor": 1.0}}, "`factor` must be a number above 0 and below 1"),
         ("plateau", {"options": {"patience": 0}}, "`patience`"),
         ("plateau", {"options": {"mode": "mn"}}, "Unknown mode 'mn'. Did you mean 'min'"),

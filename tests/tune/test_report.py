@@ -73,16 +73,6 @@ def test_the_page_has_what_was_tried_and_escapes_it():
     assert 'href="trials/0004/report.html"' in page and 'href="trials/0001' not in page
 
 
-def test_the_page_says_which_folders_are_gone():
-    spec = StudySpec(Path("study"), Recipe(model="mlp"), SPACE)
-    assert "missing" not in render(result(), spec)
-    page = render(result(missing=(3, 4)), spec)
-    assert "trials/0003, trials/0004 are missing" in page and "test error is lost" not in page
-    assert 'href="trials/0000' in page and 'href="trials/0003' not in page and 'href="trials/0004' not in page
-    page = render(result(missing=tuple(range(7)), test_accuracy=None, own_test_accuracy=None), spec)
-    assert "trials/0004 and 2 more are missing" in page and "unknown" in page and "test error is lost too" in page
-
-
 @pytest.mark.parametrize("value", [0.0, 0.3])
 def test_the_page_of_a_single_trial(value):
     trials = (trial(0, value=value, val_loss=1.0, epochs={1: value}),)

@@ -123,18 +123,17 @@ def test_a_setting_takes_the_place_of_the_models_option():
     assert space.with_settings(base, {"dropout": 0.4}).builder_options == {"widths": [8], "dropout": 0.4}
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "resnet", "vit", "textcnn", "transformer"])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "resnet", "vit", "transformer"])
 def test_each_value_of_the_default_space_builds_a_model(model):
     """With each initializer and normalization; none is silently ignored."""
     from tfgpu import models
 
-    shapes = {"mlp": (8,), "cnn": (8, 8, 1), "resnet": (8, 8, 3), "vit": (8, 8, 3), "textcnn": (16,)}
+    shapes = {"mlp": (8,), "cnn": (8, 8, 1), "resnet": (8, 8, 3), "vit": (8, 8, 3)}
     small = {
         "mlp": {"widths": [4]},
         "cnn": {"filters": [2], "units": 2},
         "resnet": {"depth": 8},
         "vit": {"width": 8, "depth": 1, "heads": 1},
-        "textcnn": {"width": 4, "depth": 1},
         "transformer": {"width": 8, "depth": 1, "heads": 1},
     }[model]
     found = space.default_space(Recipe(model=model))

@@ -1,6 +1,6 @@
 """Keras callbacks of tfgpu; they work in `model.fit` and in `Trainer.fit`."""
 
-from tfgpu.callbacks.averages import EvaluateAverages, StochasticWeightAverage
+from tfgpu.callbacks.averages import EvaluateAverages
 from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.finite import SkipNaN, StopOnNaN
 from tfgpu.callbacks.memory import Memory
@@ -22,7 +22,6 @@ __all__ = [
     "Progress",
     "Report",
     "SkipNaN",
-    "StochasticWeightAverage",
     "StopOnNaN",
     "Tasks",
     "Track",

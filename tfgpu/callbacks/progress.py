@@ -22,7 +22,6 @@ class Progress(keras.callbacks.Callback):
 
     Args:
         console: where to write; None writes to standard output.
-        first_total: steps per epoch, if the data does not have a known size.
 
     Example:
         model.fit(x, y, epochs=3, verbose=0, callbacks=[Progress()])
@@ -31,12 +30,12 @@ class Progress(keras.callbacks.Callback):
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
     has_memory = False
 
-    def __init__(self, *, console: Console | None = None, first_total: int | None = None):
+    def __init__(self, *, console: Console | None = None):
         super().__init__()
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._bars: Bars | None = None
         self._task: Any = None
-        self._steps = first_total
+        self._steps: int | None = None
         self._done = 0
         self._drawn = self._begun = 0.0
 

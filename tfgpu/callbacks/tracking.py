@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -25,14 +25,12 @@ _log = logging.getLogger(__name__)
 
 LAST_S = 30.0
 """Seconds that the end of a training waits for unsent messages."""
-START_S = 120.0
 
 
 class Track(keras.callbacks.Callback):
     """Sends each epoch's logs to a tracker. Only the chief sends, from a thread, so that no step waits for the network.
 
-    If the tracker is unavailable when the training begins, `fit` fails. If it fails later, a warning is logged, and the
-    unsent values are sent again with the next epoch.
+    If the tracker is unavailable when the training begins, `fit` fails. If it fails later, a warning is logged.
 
     As a context manager, it keeps the tracker's run open after `fit`, for `log` and `add`. Otherwise the run ends with
     `fit`. A run that ends with an error is marked as failed.
@@ -78,7 +76,6 @@ class Track(keras.callbacks.Callback):
         self._run: _Run | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._sent: list[Future[None]] = []
-        self._waiting: list[Callable[[], None]] = []
         self._stays_open = False
 
     def __enter__(self) -> "Track":
@@ -128,18 +125,14 @@ class Track(keras.callbacks.Callback):
 
     def _open(self) -> None:
         found = self._remembered()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfgpu-track")
-        make = _TRACKERS[self._tracker]
-        opening = self._thread.submit(make, self._project, self._name, self._settings, found)
         try:
-            self._run = opening.result(timeout=START_S)
+            self._run = _TRACKERS[self._tracker](self._project, self._name, self._settings, found)
         except Exception as error:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            why = f"no answer for {START_S:.0f} s" if isinstance(error, TimeoutError) else str(error).strip()
             raise MachineError(
-                f"{self._tracker} is unavailable: {why[:500]} Check its server and environment variables, or train "
-                "without it."
+                f"{self._tracker} is unavailable: {str(error).strip()[:500]} Check its server and environment "
+                "variables, or train without it."
             ) from error
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfgpu-track")
         if self._remember is not None:
             atomic.write_text(self._remember, json.dumps({"tracker": self._tracker, "run": self._run.name}) + "\n")
 
@@ -160,31 +153,25 @@ class Track(keras.callbacks.Callback):
     def _send(self, what: Callable[[], None]) -> None:
         assert self._thread is not None
         self._sent = [each for each in self._sent if not each.done()]
-        self._sent.append(self._thread.submit(self._send_all, what))
+        self._sent.append(self._thread.submit(self._try, what))
 
-    def _send_all(self, what: Callable[[], None]) -> None:
-        """Runs in the thread: sends what is queued, in order, then this."""
-        waiting, self._waiting = [*self._waiting, what], []
-        for at, each in enumerate(waiting):
-            try:
-                each()
-            except Exception as error:
-                self._waiting = waiting[at:]
-                count = len(waiting) - at
-                _log.warning("%s did not accept %d messages: %s. Will retry.", self._tracker, count, error)
-                return
+    def _try(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception as error:
+            _log.warning("%s did not accept a message: %s. The local files have its values.", self._tracker, error)
 
     def _close(self, status: str) -> None:
         if self._run is None or self._thread is None:
             return
         run, thread = self._run, self._thread
+        self._send(lambda: run.close(status))
         self._run = self._thread = None
-        self._sent.append(thread.submit(self._send_all, lambda: run.close(status)))
         _, late = wait(self._sent, timeout=LAST_S)
         thread.shutdown(wait=False, cancel_futures=True)
-        if late or self._waiting:
+        if late:
             _log.warning("%s did not receive all values; the local files have them.", self._tracker)
-        self._sent, self._waiting = [], []
+        self._sent = []
 
 
 class _Run(Protocol):

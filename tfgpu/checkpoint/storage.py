@@ -175,18 +175,6 @@ def sweep(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_writable(directory: Path) -> None:
-    """Checks that checkpoints can be written.
-
-    Raises:
-        OSError: they cannot.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / f".epoch-probe.{os.getpid()}"
-    probe.mkdir()
-    probe.rmdir()
-
-
 def _put_back(old: Path, path: Path) -> None:
     if old.exists() and not path.exists():
         os.rename(old, path)

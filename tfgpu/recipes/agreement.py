@@ -46,31 +46,6 @@ class MovingAverage:
         _check_number("momentum", self.momentum, is_number(self.momentum) and 0 < self.momentum < 1)
 
 
-@dataclass(frozen=True)
-class LastEpochs:
-    """`weight_average: swa`: the first epoch to average, from 1 (None: after three quarters), and the interval."""
-
-    start_epoch: int | None = None
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.start_epoch is not None:
-            whole_number("start_epoch", self.start_epoch)
-        whole_number("every", self.every)
-
-    def first(self, epochs: int) -> int:
-        """The first epoch to average, from 0.
-
-        Example:
-            >>> LastEpochs().first(8), LastEpochs(start_epoch=3).first(8)
-            (6, 2)
-        """
-        return epochs * 3 // 4 if self.start_epoch is None else self.start_epoch - 1
-
-
-_AVERAGES = {"ema": MovingAverage, "swa": LastEpochs}
-
-
 def early_stopping(what: Any) -> EarlyStopping | None:
     """Returns when a recipe's run stops early; None: never.
 
@@ -84,8 +59,8 @@ def early_stopping(what: Any) -> EarlyStopping | None:
     return _made(EarlyStopping, options, "early_stopping")
 
 
-def weight_average(what: Any) -> MovingAverage | LastEpochs | None:
-    """Returns which average of weights a recipe's run ends with; None: the last weights.
+def weight_average(what: Any) -> MovingAverage | None:
+    """Returns the average of weights that a recipe's run ends with; None: the last weights.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -93,7 +68,7 @@ def weight_average(what: Any) -> MovingAverage | LastEpochs | None:
     if what.weight_average == "none":
         _check_unused("weight_average", what.weight_average_options)
         return None
-    return _made(_AVERAGES[what.weight_average], what.weight_average_options, f"weight_average {what.weight_average}")
+    return _made(MovingAverage, what.weight_average_options, "weight_average ema")
 
 
 def check(what: Any) -> None:
@@ -108,23 +83,12 @@ def check(what: Any) -> None:
     for name in ("initializer", "normalization", "dropout"):
         if getattr(what, name) is not None and name in what.model_options:
             raise ValueError(f"`{name}` and {name!r} in `model_options` are the same setting. Keep one of them")
-    stopping, average = early_stopping(what), weight_average(what)
-    if isinstance(average, MovingAverage) and (given := {"use_ema", "ema_momentum"} & what.optimizer_options.keys()):
+    early_stopping(what)
+    if weight_average(what) is not None and (given := {"use_ema", "ema_momentum"} & what.optimizer_options.keys()):
         raise ValueError(
             f"`weight_average: ema` sets the optimizer's averages. Received: {sorted(given)[0]!r} in "
             "`optimizer_options` too. Remove it, and use `weight_average_options`"
         )
-    if isinstance(average, LastEpochs):
-        if stopping is not None and stopping.restore_best:
-            raise ValueError(
-                "`early_stopping` would replace the mean of `weight_average: swa` with the best weights. Add "
-                "`restore_best: false` to `early_stopping_options`, or use `weight_average: ema`"
-            )
-        if average.first(what.epochs) >= what.epochs:
-            raise ValueError(
-                f"`weight_average: swa` must start before the training ends. Received: start_epoch="
-                f"{average.start_epoch} of {what.epochs} epochs. Start earlier, or train longer"
-            )
     if what.decay == "all" and what.optimizer.lower() == "lars":
         raise ValueError("LARS never decays biases and normalization scales. Received: decay='all'. Use `decay: auto`")
 

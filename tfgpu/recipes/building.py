@@ -71,7 +71,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         model = heads.build(what.model, data.info, ends, what.builder_options)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, heads=ends)
     trainer = Trainer(model) if what.path == "loop" else model
-    ending = endings.callbacks(what, data)
+    ending = endings.callbacks(what)
     return Job(what, cluster, strategy, data, model, ends, schedule.callbacks, ending, trainer)
 
 

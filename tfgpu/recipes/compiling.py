@@ -125,7 +125,7 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
     if recipe.accumulate > 1:
         settings["gradient_accumulation_steps"] = recipe.accumulate
     average = agreement.weight_average(recipe)
-    if isinstance(average, agreement.MovingAverage):
+    if average is not None:
         # Keras updates its averages at every step, `accumulate` times per update.
         settings |= {"use_ema": True, "ema_momentum": average.momentum ** (1 / recipe.accumulate)}
     try:

@@ -36,8 +36,6 @@ NOTHING_WRITTEN = "Interrupted before the first step; nothing was written."
 _OWN = (MODEL, PRESET, METRICS, REPORT, CHECKPOINTS, LOGS, MONITOR, TRACKER, CONFIG)
 _FREE = ("epochs", "recompute", "checkpoint_steps", "watch_machine", "samples", "sample_tokens")
 """Settings that a resumed run may change, besides `INPUT`."""
-_ASIDE = ".replaced"  # the earlier run, until the new one has completed a step
-_DISCARDED = ".replaced-discarded"  # the earlier run while it is being deleted
 
 
 def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -70,7 +68,7 @@ def recorded(output: str | Path) -> dict[str, Any]:
         InputError: it contains no run.
     """
     check(output, resume=True)
-    return read(_config(Path(output)))
+    return read(Path(output) / CONFIG)
 
 
 def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> None:
@@ -97,8 +95,8 @@ def claim(
 ) -> Iterator[tuple[Path, list[Path]]]:
     """Prepares a directory for a run, which has exclusive access for the duration of the block.
 
-    An earlier run in it is moved aside, unless it is resumed. Call `delete_replaced` after the first step, or `abandon`
-    if there is none. The claim is a lock of the operating system, which also ends when the process is killed.
+    An earlier run in it is deleted, unless it is resumed. Call `abandon` if the run fails before its first step. The
+    claim is a lock of the operating system, which also ends when the process is killed.
 
     Args:
         output: the directory; None creates `runs/<time>-<model>`.
@@ -119,24 +117,14 @@ def claim(
             lock(path, held, taken)
             # Another process may have written since the first check.
             _check_content(path, resume=resume, overwrite=overwrite)
-            _repair(path, resume=resume)
             if not resume and (path / CONFIG).exists():
-                (path / _ASIDE).mkdir(exist_ok=True)
-                _move_run(path, path / _ASIDE, _OWN)
+                _remove_run(path)
         yield path, made
 
 
-def delete_replaced(path: Path) -> None:
-    """Deletes the earlier run that `claim` moved aside, after the new one has started."""
-    if (path / _ASIDE).is_dir():
-        os.replace(path / _ASIDE, path / _DISCARDED)
-    _remove_discarded(path)
-
-
 def abandon(path: Path, made: list[Path]) -> None:
-    """Deletes the files of a run that failed before its first step, and restores an earlier run."""
+    """Deletes the files of a run that failed before its first step, and the folders that it made."""
     _remove_run(path)
-    _bring_back(path)
     for folder in made:
         try:
             folder.rmdir()
@@ -165,12 +153,6 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
-def _config(path: Path) -> Path:
-    """Returns the config of the run in a directory, or of one that a killed run had moved aside."""
-    aside = path / _ASIDE / CONFIG
-    return aside if aside.is_file() and not (path / CONFIG).exists() else path / CONFIG
-
-
 def _is_of_a_run(config: Path) -> bool:
     try:
         versions = read_facts(config).get("versions")
@@ -181,7 +163,7 @@ def _is_of_a_run(config: Path) -> bool:
 
 
 def _check_content(path: Path, *, resume: bool, overwrite: bool) -> None:
-    config = _config(path)
+    config = path / CONFIG
     if resume and not config.is_file():
         raise InputError(f"{str(path)!r} has no run to resume: it has no {CONFIG}. Remove --resume to start one.")
     if path.exists() and not path.is_dir():
@@ -244,44 +226,6 @@ def lock(path: Path, held: contextlib.ExitStack, error: str) -> None:
         raise InputError(error) from None
     except OSError:  # some network file systems cannot lock directories
         return
-
-
-def _repair(path: Path, *, resume: bool) -> None:
-    """Completes what a killed process started: restores a run that was moved aside, unless its successor is resumed.
-
-    As long as the earlier run's folder exists, its successor has not completed a step.
-    """
-    _remove_discarded(path)
-    replaced = (path / _ASIDE / CONFIG).exists()  # moved last, so all files are there
-    if replaced and not (resume and (path / CONFIG).exists()):
-        _remove_run(path)
-        replaced = False
-    if not replaced:
-        _bring_back(path)
-
-
-def _bring_back(path: Path) -> None:
-    if (path / _ASIDE).is_dir():
-        # The config first: without it, a second attempt would mistake the files in `path` for this run's.
-        _move_run(path / _ASIDE, path, _OWN[::-1])
-        _remove_empty(path / _ASIDE)
-
-
-def _move_run(source: Path, target: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        if (source / name).exists():
-            os.replace(source / name, target / name)
-
-
-def _remove_discarded(path: Path) -> None:
-    if (path / _DISCARDED).is_dir():
-        _remove_run(path / _DISCARDED)
-        _remove_empty(path / _DISCARDED)
-
-
-def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # something else was put there meanwhile
-        folder.rmdir()
 
 
 def _remove_run(path: Path) -> None:

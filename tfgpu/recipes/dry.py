@@ -1,7 +1,7 @@
 """A dry run: builds everything in a recipe, then trains and validates on synthetic examples.
 
-It needs no data if the recipe determines the shape of the examples: `digits`, `tfds:NAME` (from its builder), a text's
-`length`, or `image_size` and `classes`. Other sources are opened. Nothing is written.
+It needs no data if the recipe determines the shape of the examples: `digits`, `tfds:NAME` (from its builder),
+a corpus, or `image_size` and `classes`. Other sources are opened. Nothing is written.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from tfgpu.callbacks.progress import line
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import parse_source
 from tfgpu.data.prepared import shape_of as shape_of_tfds
-from tfgpu.data.text.texts import LENGTH, VOCABULARY
+from tfgpu.data.text.corpus import LENGTH, VOCABULARY
 from tfgpu.errors import InputError
 from tfgpu.recipes import building, facts, heads, runner
 from tfgpu.recipes.recipe import Recipe
@@ -34,7 +34,7 @@ class Shape:
     Attributes:
         shape: of one example.
         classes: how many.
-        kind: "image", "digits", "text" or "corpus".
+        kind: "image", "digits" or "corpus".
     """
 
     shape: tuple[int, ...]
@@ -92,8 +92,6 @@ def shape_of(what: Recipe) -> Shape | None:
         return Shape((8, 8, 1), 10, "digits")
     if kind == "corpus":
         return Shape((what.length or LENGTH,), VOCABULARY, "corpus")
-    if kind == "text" and what.classes:
-        return Shape((what.length or LENGTH,), what.classes, "text")
     if kind == "tfds":
         parse_source(what.data)
         found = shape_of_tfds(rest, what.image_size)
@@ -120,7 +118,6 @@ def made_up(known: Shape, batch: int, accumulate: int) -> Examples:
         array = draw.integers(0, 256, (total, *known.shape), np.uint8)
     else:
         array = draw.integers(1, VOCABULARY, (total, *known.shape), np.int32)
-    if known.kind == "corpus":
         labels = np.roll(array, -1, axis=1)
     ends = np.cumsum([0, *counts.values()])
     own = {part: np.arange(ends[i], ends[i + 1]) for i, part in enumerate(counts)}
@@ -133,8 +130,6 @@ def _small(what: Recipe) -> Recipe:
     if not environment.devices("GPU"):
         chosen = what.devices if isinstance(what.devices, int) else len(what.devices or ())
         changes["global_batch"] = min(what.global_batch, ROWS_ON_CPUS * max(1, what.virtual_devices, chosen))
-    if what.weight_average == "swa":
-        changes["weight_average_options"] = {**what.weight_average_options, "start_epoch": 1}
     return what.model_copy(update=changes)
 
 

@@ -1,12 +1,11 @@
 """The callbacks of `early_stopping` and `weight_average`: when a run stops, and its final weights."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from tfgpu.callbacks.averages import EvaluateAverages, StochasticWeightAverage
+from tfgpu.callbacks.averages import EvaluateAverages
 from tfgpu.recipes import agreement
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.wording import is_rising
@@ -35,18 +34,11 @@ class EarlyStopping(keras.callbacks.EarlyStopping):
             self.best_weights = self._averages.averaged()
 
 
-def callbacks(what: Recipe, data) -> tuple[keras.callbacks.Callback, ...]:
-    """Creates the callbacks of a recipe's `early_stopping` and `weight_average`, in their order.
-
-    Args:
-        what: the recipe.
-        data: the run's data; averaged weights need its training split for BatchNormalization.
-    """
-    average, stopping = agreement.weight_average(what), agreement.early_stopping(what)
-    found: list[keras.callbacks.Callback] = []
-    averages = EvaluateAverages() if isinstance(average, agreement.MovingAverage) else None
-    if averages is not None:
-        found.append(averages)
+def callbacks(what: Recipe) -> tuple[keras.callbacks.Callback, ...]:
+    """Creates the callbacks of a recipe's `weight_average` and `early_stopping`, in their order."""
+    stopping = agreement.early_stopping(what)
+    averages = EvaluateAverages() if agreement.weight_average(what) is not None else None
+    found: list[keras.callbacks.Callback] = [averages] if averages is not None else []
     if stopping is not None:
         found.append(
             EarlyStopping(
@@ -59,16 +51,11 @@ def callbacks(what: Recipe, data) -> tuple[keras.callbacks.Callback, ...]:
                 restore_best_weights=stopping.restore_best,
             )
         )
-    if isinstance(average, agreement.LastEpochs):
-        found.append(StochasticWeightAverage(average.first(what.epochs), every=average.every, data=data))
     return tuple(found)
 
 
 def ends_with(made: Sequence[keras.callbacks.Callback]) -> str:
     """Describes a finished run's final weights, by its callbacks."""
-    mean = next((one for one in made if isinstance(one, StochasticWeightAverage)), None)
-    if mean is not None and mean.averaged:
-        return f"the mean of {mean.averaged} epoch{'s' if mean.averaged > 1 else ''}"
     which = "moving averages" if any(isinstance(one, EvaluateAverages) for one in made) else "weights"
     stopping = next((one for one in made if isinstance(one, EarlyStopping)), None)
     if stopping is not None and stopping.restore_best_weights and stopping.best_weights is not None:
@@ -87,7 +74,7 @@ def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_
         steps_per_epoch: of the training.
 
     Returns:
-        A sentence with the numbers and what to do; None without such an average, or if it has enough steps.
+        A sentence with the share and what to do; None without such an average, or if it has enough steps.
 
     Example:
         >>> made = keras.optimizers.SGD(use_ema=True, ema_momentum=0.99)
@@ -103,25 +90,10 @@ def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_
     share = inner.ema_momentum**later
     if share <= BEGINNING:
         return None
-    # A recipe's momentum is per update, Keras's per step; an update has `accumulate` steps.
-    is_ours = what.weight_average == "ema"
-    in_one = what.accumulate if is_ours else 1
-    name = "--weight-average-option momentum" if is_ours else "--optimizer-option ema_momentum"
-    count = f"{(later + 1) // in_one:,} {'updates' if is_ours else 'steps'}"
-    momentum = _rounded_down(BEGINNING ** (in_one / later))
-    epochs = math.ceil((1 + math.log(BEGINNING) / math.log(inner.ema_momentum)) / steps_per_epoch)
     return (
-        f"This run ends with a moving average in which the weights of the first step have a share of {share:.1%}, "
-        f"because the momentum is {inner.ema_momentum**in_one:.6g} for {count}. More than {BEGINNING:.0%} makes poor "
-        f"weights. Lower the momentum ({name}={momentum:g}), train for at least {epochs:,} epochs, or use the mean of "
-        "the last epochs (--weight-average swa)."
+        f"This run ends with a moving average in which the weights of the first step have a share of {share:.1%}. More "
+        f"than {BEGINNING:.0%} makes poor weights. Lower the momentum, or train for more epochs."
     )
-
-
-def _rounded_down(momentum: float) -> float:
-    """Rounds a momentum down, so that its distance to 1 has two digits."""
-    digits = 1 - math.floor(math.log10(1 - momentum))
-    return 1 - math.ceil((1 - momentum) * 10**digits) / 10**digits
 
 
 def _mode(stopping: agreement.EarlyStopping) -> str:

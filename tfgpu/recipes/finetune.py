@@ -109,7 +109,7 @@ def build(what: Recipe, cluster: Cluster) -> Job:
     }
     finetuned = Finetuned(task, tokenizer, parts, names, facts)
     trainer = Trainer(model) if what.path == "loop" else model
-    ending = endings.callbacks(what, parts.data)
+    ending = endings.callbacks(what)
     strategy = model.distribute_strategy
     return Job(what, cluster, strategy, parts.data, model, ends, schedule.callbacks, ending, trainer, finetuned)
 

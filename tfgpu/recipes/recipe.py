@@ -66,7 +66,7 @@ class Recipe(pretrained.Pretrained):
         "Data",
         "The dataset: `digits`, `tfds:NAME`, a folder with one folder of images per class, "
         "`.tfrecord`, `.csv`, `.parquet` or `.npz` files (`FILE#COLUMN` names a table's label, `FILE#COLUMN,COLUMN` "
-        "several targets), `images:FILE#COLUMN` (a table that names pictures), `text:PATH` (texts by class), "
+        "several targets), `images:FILE#COLUMN` (a table that names pictures), "
         "`corpus:PATH` (plain text, for a language model), or `module:function`.",
         min_length=1,
     )
@@ -126,7 +126,7 @@ class Recipe(pretrained.Pretrained):
     model: str = _field(
         "cnn",
         "Model",
-        "The model: a builder's name (mlp, cnn, resnet, vit, textcnn, transformer), a `keras.applications` name, "
+        "The model: a builder's name (mlp, cnn, resnet, vit, transformer), a `keras.applications` name, "
         "`causal_lm` (the pretrained language model in `preset`), or `module:function`.",
         min_length=1,
     )
@@ -196,16 +196,15 @@ class Recipe(pretrained.Pretrained):
         "`restore_best=true`.",
         flag="--early-stopping-option",
     )
-    weight_average: Literal["none", "ema", "swa"] = _field(
+    weight_average: Literal["none", "ema"] = _field(
         "none",
         "Training",
-        "The final weights: the last ones (`none`), their moving average, also used for validation (`ema`), or the "
-        "mean of the last epochs' weights (`swa`).",
+        "The final weights: the last ones (`none`), or their moving average, also used for validation (`ema`).",
     )
     weight_average_options: Options = _field(
         {},
         "Training",
-        "`ema`: `momentum=0.99` per update. `swa`: `start_epoch` (default: after three quarters), `every=1`.",
+        "`ema`: `momentum=0.99` per update.",
         flag="--weight-average-option",
     )
     checkpoint_steps: int = _field(
@@ -234,10 +233,10 @@ class Recipe(pretrained.Pretrained):
         {}, "Optimizer", "An argument of the optimizer, such as `beta_1=0.95`.", flag="--optimizer-option"
     )
     learning_rate: float = _field(3e-3, "Optimizer", "The peak learning rate of the schedule.", gt=0)
-    schedule: Literal["constant", "cosine", "exponential", "one_cycle", "plateau", "polynomial", "step"] = _field(
+    schedule: Literal["constant", "cosine", "exponential", "plateau", "polynomial", "step"] = _field(
         "cosine",
         "Optimizer",
-        "How the learning rate decays; `one_cycle` rises first, `plateau` waits for the validation loss to stall.",
+        "How the learning rate decays; `plateau` waits for the validation loss to stall.",
     )
     schedule_options: Options = _field(
         {},

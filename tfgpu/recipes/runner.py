@@ -188,7 +188,7 @@ def _train(
     more: Sequence[keras.callbacks.Callback],
 ) -> list[dict[str, float]]:
     """Runs the remaining epochs and returns the rows of all epochs."""
-    watch = Watch(job.data, begun=lambda: directory.delete_replaced(path) if path else None)
+    watch = Watch(job.data)
     progress = Progress(console=console) if console else None
     try:
         # Leaving the block, even after an error, waits for all pending writes.

@@ -7,7 +7,7 @@ from typing import Any
 from tfgpu.errors import InputError
 
 _NAMES = ("data", "model")
-_SOURCES = ("tfds:", "text:", "corpus:", "csv:", "parquet:", "images:", "coco:", "masks:")
+_SOURCES = ("tfds:", "corpus:", "csv:", "parquet:", "images:", "coco:", "masks:")
 _CODE = re.compile(r"\s*[\w.]+:\w+\s*")
 
 

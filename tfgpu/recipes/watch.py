@@ -31,17 +31,15 @@ class Watch(keras.callbacks.Callback):
     every_batch = False  # once per block of steps suffices for tfgpu's loop
     has_memory = False
 
-    def __init__(self, data: Data, *, begun: Any):
+    def __init__(self, data: Data):
         super().__init__()
         self.epoch = self.steps = 0
-        self._data, self._begun = data, begun
+        self._data = data
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._data.seek(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if not self.steps:
-            self._begun()
         self.steps += 1
         loss = (logs or {}).get("loss", 0.0)
         if not math.isfinite(loss):

@@ -21,8 +21,6 @@ import keras
 
 from tfgpu import errors
 from tfgpu.errors import InputError, is_number, whole_number
-from tfgpu.training.one_cycle import SHAPES, OneCycle
-from tfgpu.training.plateau import Adjusted, ReduceAfterWarmup
 
 Rate = float | keras.optimizers.schedules.LearningRateSchedule
 
@@ -118,23 +116,20 @@ def build(
 
     Args:
         name: "constant"; "cosine" (half a cosine down; Loshchilov and Hutter, 2016); "exponential" (the same factor at
-            every update); "one_cycle" (up, and far down; Smith, 2018); "polynomial" (a power of the remaining share of
-            updates); "step" (a factor at each milestone); or "plateau" (a factor whenever a metric has stopped
-            improving).
+            every update); "polynomial" (a power of the remaining share of updates); "step" (a factor at each
+            milestone); or "plateau" (a factor whenever a metric has stopped improving).
         learning_rate: the peak rate: after the warmup, or from the start.
         total_steps: weight updates in the whole training job, including warmup: epochs * steps_per_epoch / accumulate.
             "constant" and "plateau" check it, but do not depend on it.
         warmup_steps: updates in which the rate rises linearly from learning_rate / (warmup_steps + 1); fewer than
-            `total_steps`. "one_cycle" rises for as many in its own shape; "plateau" ignores epochs that end within
-            them.
+            `total_steps`, and none for "plateau".
         accumulate: batches per update: the optimizer's `gradient_accumulation_steps`.
         options: further settings of the schedule, by name. "cosine": `final` (0.0), and "exponential": `final` (0.01),
             the share of `learning_rate` at `total_steps`. "polynomial": `power` (1.0) and `final` (0.0). "step":
             `milestones` (increasing whole numbers: the first updates, counted from 0 and including warmup, with a new
-            rate; required) and `factor` (0.1). "one_cycle": `rise` (0.3: the share of updates before the peak; not with
-            `warmup_steps`), `initial_division` (25), `final_division` (1e4), `shape` ("cosine", or "linear"): see
-            `OneCycle`. "plateau": `monitor` ("val_loss"), `mode` ("auto"), `factor` (0.5), `patience` (5 epochs),
-            `min_delta` (1e-4), `cooldown` (0 epochs), `min_learning_rate` (0.0).
+            rate; required) and `factor` (0.1). "plateau": `monitor` ("val_loss"), `mode`
+            ("auto"), `factor` (0.5), `patience` (5 epochs), `min_delta` (1e-4), `cooldown` (0 epochs),
+            `min_learning_rate` (0.0).
 
     Returns:
         A `Schedule`: the learning rate for the optimizer, and callbacks.
@@ -223,34 +218,6 @@ def _step(
     return Schedule(Warmup(steps, warmup_steps) if warmup_steps else steps)
 
 
-def _one_cycle(
-    learning_rate: float,
-    total_steps: int,
-    warmup_steps: int,
-    *,
-    rise: float | None = None,
-    initial_division: float = 25.0,
-    final_division: float = 1e4,
-    shape: str = "cosine",
-) -> Schedule:
-    if warmup_steps and rise is not None:
-        raise InputError(
-            f"Schedule 'one_cycle' rises once. Received: warmup_steps={warmup_steps}, rise={rise!r}. Use one of them."
-        )
-    rise = 0.3 if rise is None else rise
-    _check_number("rise", rise, above=0.0, below=1.0)
-    _check_number("initial_division", initial_division, at_least=1.0)
-    _check_number("final_division", final_division, at_least=1.0)
-    if shape not in SHAPES:
-        raise errors.unknown("shape", shape, SHAPES)
-    if total_steps < 2:
-        raise InputError(f"Schedule 'one_cycle' needs 2 updates. Received: total_steps={total_steps}. Train longer.")
-    rise_steps = warmup_steps or min(max(1, round(rise * total_steps)), total_steps - 1)
-    return Schedule(
-        OneCycle(learning_rate, total_steps, rise_steps, float(initial_division), float(final_division), shape)
-    )
-
-
 def _plateau(
     learning_rate: float,
     total_steps: int,
@@ -264,6 +231,10 @@ def _plateau(
     cooldown: int = 0,
     min_learning_rate: float = 0.0,
 ) -> Schedule:
+    if warmup_steps:
+        raise InputError(
+            f"Schedule 'plateau' has no warmup. Received: warmup_steps={warmup_steps}. Remove it, or use 'cosine'."
+        )
     if not isinstance(monitor, str) or not monitor:
         raise InputError(f"`monitor` must be a metric's name such as 'val_loss'. Received: monitor={monitor!r}.")
     if mode not in ("auto", "min", "max"):
@@ -282,9 +253,7 @@ def _plateau(
         "cooldown": cooldown,
         "min_lr": min_learning_rate,
     }
-    if not warmup_steps:
-        return Schedule(learning_rate, (keras.callbacks.ReduceLROnPlateau(**settings),))
-    return Schedule(Warmup(Adjusted(learning_rate), warmup_steps), (ReduceAfterWarmup(warmup_steps, **settings),))
+    return Schedule(learning_rate, (keras.callbacks.ReduceLROnPlateau(**settings),))
 
 
 _SCHEDULES = MappingProxyType(
@@ -292,7 +261,6 @@ _SCHEDULES = MappingProxyType(
         "constant": _constant,
         "cosine": _cosine,
         "exponential": _exponential,
-        "one_cycle": _one_cycle,
         "plateau": _plateau,
         "polynomial": _polynomial,
         "step": _step,

@@ -158,7 +158,6 @@ class OnRay:
     Args:
         slots: the number of concurrent trials.
         gpus: GPUs per trial.
-        cpus: CPUs per trial.
 
     Raises:
         InputError: Ray is not installed.
@@ -166,12 +165,12 @@ class OnRay:
     Source: https://docs.ray.io/en/latest/ray-core/actors.html
     """
 
-    def __init__(self, slots: int, *, gpus: int, cpus: float = 1):
+    def __init__(self, slots: int, *, gpus: int):
         try:
             import ray
         except ImportError as error:
             raise InputError("Trials on Ray need Ray. Run: pip install 'tfgpu[tune,ray]'") from error
-        self.slots, self._gpus, self._cpus, self._ray = slots, gpus, cpus, ray
+        self.slots, self._gpus, self._ray = slots, gpus, ray
         self._joined = not ray.is_initialized()
         if self._joined:
             ray.init(log_to_driver=False)
@@ -180,10 +179,10 @@ class OnRay:
         """Starts a trial; Ray chooses the machine and its GPUs."""
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if not self._gpus:
-            environment |= _variables("", max(1, int(self._cpus)))
+            environment |= _variables("", 1)
         # Ray runs an actor's methods in threads; several allow `stop` during `news`.
         actor = self._ray.remote(TrialProcess).options(
-            num_cpus=self._cpus, num_gpus=self._gpus, max_concurrency=4, runtime_env={"env_vars": environment}
+            num_cpus=1, num_gpus=self._gpus, max_concurrency=4, runtime_env={"env_vars": environment}
         )
         return _Remote(self._ray, actor.remote(dict(task), str(log), environment))
 

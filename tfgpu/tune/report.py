@@ -224,10 +224,9 @@ def _range_axis(axes: Any, domain: Range) -> None:
 
 
 def _row(trial: TrialResult, result: StudyResult, spec: StudySpec) -> dict[str, Any]:
-    has_report = trial.status in ("complete", "pruned") and trial.number not in result.missing
     return {
         "number": trial.number,
-        "link": f"{trial.folder}/report.html" if has_report else "",
+        "link": f"{trial.folder}/report.html" if trial.status in ("complete", "pruned") else "",
         "is_best": trial.number == result.best.number,
         "is_own": result.own is not None and trial.number == result.own.number,
         "value": text_of(trial.value, result.monitor),

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_NAMED = 5
-"""The most missing folders to list."""
-
 
 @dataclass(frozen=True)
 class TrialResult:
@@ -57,11 +54,9 @@ class StudyResult:
         best: the complete trial with the lowest value; among equals, the one with the lowest validation loss.
         own: the trial with the recipe's own settings; None if the search space excludes them.
         recipe_file: `best.yaml`, for `tfgpu train`.
-        test_accuracy: test accuracy of the best trial; the test data was not used for the selection. None if a study
-            of an earlier version lost the trial's folder.
+        test_accuracy: test accuracy of the best trial; the test data was not used for the selection.
         own_test_accuracy: test accuracy of the recipe's own settings.
         importances: the share of the variance that each setting explains.
-        missing: the numbers of complete or pruned trials whose folders are missing.
     """
 
     folder: Path
@@ -73,19 +68,6 @@ class StudyResult:
     test_accuracy: float | None
     own_test_accuracy: float | None
     importances: Mapping[str, float]
-    missing: tuple[int, ...] = ()
-
-    @property
-    def missing_text(self) -> str:
-        """A sentence about missing folders; empty if there are none."""
-        if not self.missing:
-            return ""
-        whose = ", ".join(f"trials/{number:04d}" for number in self.missing[:_NAMED])
-        more = len(self.missing) - _NAMED
-        whose += f" and {more} more" if more > 0 else ""
-        gone = "is missing: its" if len(self.missing) == 1 else "are missing: their"
-        text = f"{whose} {gone} weights and reports are lost; settings and values are from the journal."
-        return text if self.test_accuracy is not None else f"{text} The best trial's test error is lost too."
 
 
 def best_of(trials: tuple[TrialResult, ...]) -> TrialResult | None:

@@ -14,7 +14,6 @@ from tfgpu.recipes.recipe import Recipe
 RULES = ("auto", "linear", "sqrt", "none")
 _LINEAR = ("sgd", "momentum", "lars")
 _WARMUP_EPOCHS = 5.0
-_OWN_RISE = ("one_cycle",)
 
 
 def rule_of(optimizer: str) -> str:
@@ -83,7 +82,7 @@ def check_scale(scale: str) -> None:
 
 def _warmup(recipe: Recipe) -> float | None:
     """Warm-up epochs for a raised learning rate; None if the recipe's own suffice, or its schedule has no warm-up."""
-    if recipe.schedule in _OWN_RISE:
+    if recipe.schedule == "plateau":
         return None
     own = recipe.warmup_epochs
     if own is None:

@@ -20,7 +20,7 @@ SCALES = ("linear", "log", "powers")
 FIXED = ("data", "classes", "validation", "test", "split_seed", "seed", "checkpoint_steps", "watch_machine")
 """Settings that define the task or the random draws; changing them does not make a better recipe."""
 _OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "lion")
-_SCHEDULES = ("constant", "cosine", "exponential", "one_cycle", "polynomial")  # Those that need no options.
+_SCHEDULES = ("constant", "cosine", "exponential", "polynomial")  # Those that need no options.
 _INITIALIZERS = ("he_normal", "glorot_uniform", "lecun_normal", "orthogonal")
 _FORM = "Write 1e-5..1e-1:log, 16..512:powers, 0..0.5, or a list such as adam,sgd"
 

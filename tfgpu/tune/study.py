@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -68,8 +68,8 @@ def study(
         monitor: what to minimize: "val_error" (default), "val_loss" or another entry of the logs.
         seed: the seed of the sampler (default 0). Training uses the recipe's seed.
         timeout_s: time limit of a trial in seconds; None sets no limit.
-        resume: resume the study in `folder`; running trials resume from their checkpoints. If folders of trials are
-            missing, their settings and values are read from the journal; `missing` of the result lists them.
+        resume: resume the study in `folder`; running trials resume from their checkpoints. Of trials whose
+            folders are gone, the journal has settings and values.
         allow_code: whether a recipe's file, or the study to resume, may name functions to call.
         on_trial: called after each trial.
 
@@ -239,35 +239,18 @@ class _Study:
             best=best,
             own=own,
             recipe_file=self._folder / BEST,
-            test_accuracy=self._tested(best),
-            own_test_accuracy=self._tested(own) if own else None,
+            test_accuracy=best.test_accuracy,
+            own_test_accuracy=own.test_accuracy if own else None,
             importances=self._journal.importances(),
-            missing=tuple(
-                trial.number
-                for trial in found
-                if trial.status in ("complete", "pruned")
-                and not (self._folder / trial.folder / directory.CONFIG).is_file()
-            ),
         )
         atomic.write_text(self._folder / REPORT, render(result, self._spec))
         return result
 
-    def _tested(self, trial: TrialResult) -> float | None:
-        """The test accuracy from the journal, or from the run directory for studies of earlier versions."""
-        if trial.test_accuracy is not None:
-            return trial.test_accuracy
-        try:
-            known = recipes.read_facts(self._folder / trial.folder / directory.CONFIG).get("test_accuracy")
-        except InputError:
-            return None
-        return float(known) if isinstance(known, int | float) else None
 
-
-class _Running:
-    """A running trial."""
-
-    def __init__(self, trial: Any, process: Any, begun: float):
-        self.trial, self.process, self.begun = trial, process, begun
+class _Running(NamedTuple):
+    trial: Any
+    process: Any
+    begun: float
 
 
 def _result(trial: Any, searched: space.Space) -> TrialResult:
