@@ -4,6 +4,7 @@ The rules are those of `nccl_manager.cc`, `collective_param_resolver_local.cc` a
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -25,20 +26,21 @@ class Nccl:
     """What has been asked for while `fake_nccl` is there.
 
     Attributes:
-        calls: of each device, in order: (kind, dtype, shape, hint).
+        calls: of each device, in order: (group, kind, dtype, shape, hint).
     """
 
     calls: dict[str, list[tuple]] = field(default_factory=dict)
 
     def check_order(self) -> None:
-        """Raises an `NcclError` where two devices were asked for different collectives, or in another order."""
-        first, *others = self.calls.items() or [(None, [])]
-        for device, asked in others:
-            for at, (one, other) in enumerate(zip(first[1], asked, strict=False)):
+        """Raises an `NcclError` where devices of a group were asked for different collectives, or in another order."""
+        for first, device in itertools.combinations(self.calls, 2):
+            shared = {group for group, *_ in self.calls[first]} & {group for group, *_ in self.calls[device]}
+            mine, theirs = ([each for each in self.calls[of] if each[0] in shared] for of in (first, device))
+            for at, (one, other) in enumerate(zip(mine, theirs, strict=False)):
                 if one != other:
-                    raise NcclError(f"Collective {at} is {one} on {first[0]}, but {other} on {device}.")
-            if len(asked) != len(first[1]):
-                raise NcclError(f"{first[0]} has {len(first[1])} collectives, but {device} {len(asked)}.")
+                    raise NcclError(f"Collective {at} is {one} on {first}, but {other} on {device}.")
+            if len(mine) != len(theirs):
+                raise NcclError(f"{first} has {len(mine)} collectives, but {device} {len(theirs)}.")
 
 
 def refusal(kind: str, dtype: str, hint: str, machines: int = 1) -> str | None:
@@ -95,13 +97,13 @@ def fake_nccl(machines: int = 1) -> Iterator[Nccl]:
 def _checked(nccl: Nccl, name: str, kind: str, machines: int) -> Iterator[None]:
     stock = getattr(collective_ops, name)
 
-    def collective(t, group_size, *args, communication_hint="auto", **options):
-        asked = kind, t.dtype.name, str(t.shape), communication_hint.lower()
+    def collective(t, group_size, group_key, *args, communication_hint="auto", **options):
+        asked = group_key, kind, t.dtype.name, str(t.shape), communication_hint.lower()
         if tf.get_static_value(group_size) == 1:
-            return stock(t, group_size, *args, communication_hint=communication_hint, **options)
+            return stock(t, group_size, group_key, *args, communication_hint=communication_hint, **options)
         if (why := refusal(kind, t.dtype.name, communication_hint.lower(), machines)) is not None:
             raise NcclError(f"{kind} of {t.dtype.name}{t.shape}: {why}.")
-        found = stock(t, group_size, *args, communication_hint=communication_hint, **options)
+        found = stock(t, group_size, group_key, *args, communication_hint=communication_hint, **options)
         nccl.calls.setdefault(found.device, []).append(asked)
         return found
 

@@ -1,5 +1,6 @@
 """What a placed step does on GPUs: what it copies, which collectives it runs, what it computes on the host."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -142,11 +143,29 @@ class StepFacts:
 
     @property
     def has_one_order(self) -> bool:
-        """Whether all GPUs run the same collectives in the same order."""
+        """Whether the GPUs of each group run the same collectives in the same order, also where they share groups."""
         if not self.are_ordered:
             return False
-        each_gpus = [found for device, found in self.collectives.items() if device != HOST]
-        return len({tuple((c.kind, c.dtype, c.bytes, c.group) for c in found) for found in each_gpus}) <= 1
+        each_gpus = [
+            [(c.group, c.kind, c.dtype, c.bytes) for c in found]
+            for gpu, found in self.collectives.items()
+            if gpu != HOST
+        ]
+        return all(shared_order(*pair) for pair in itertools.combinations(each_gpus, 2)) and self._groups_are_whole()
+
+    def _groups_are_whole(self) -> bool:
+        """Whether as many GPUs of this machine run each group's collectives as take part, by the number of machines."""
+        found = [
+            each for gpu, ran in self.collectives.items() if gpu != HOST for each in {c.group: c for c in ran}.values()
+        ]
+        counts = Counter(each.group for each in found)
+        return len({each.replicas and each.replicas / counts[each.group] for each in found}) <= 1
+
+
+def shared_order(one: list[tuple], other: list[tuple]) -> bool:
+    """Whether two devices run the collectives of the groups that both are in alike; the group comes first in each."""
+    shared = {group for group, *_ in one} & {group for group, *_ in other}
+    return [each for each in one if each[0] in shared] == [each for each in other if each[0] in shared]
 
 
 def collect(nodes: list[Node], placements: dict[Node, Placement], rows: int | None) -> StepFacts:

@@ -28,7 +28,7 @@ def summed(dtype, value=2.0, devices=("CPU:1", "CPU:2")):
 def test_dtypes_of_nccl_are_summed(dtype):
     with gpu_way(), fake_nccl.fake_nccl() as nccl:
         assert summed(dtype) == [4, 4, 4]
-    assert [asked for (asked,) in nccl.calls.values()] == [("all-reduce", dtype, "(3,)", "nccl")] * 2
+    assert [asked[1:] for (asked,) in nccl.calls.values()] == [("all-reduce", dtype, "(3,)", "nccl")] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
@@ -76,10 +76,33 @@ def test_a_step_between_machines_that_does_not_ask_for_nccl_is_named():
 
 
 def test_two_orders_are_refused():
-    nccl = fake_nccl.Nccl({"GPU:0": [("a",), ("b",)], "GPU:1": [("b",), ("a",)]})
+    a, b, c = (1, "a"), (1, "b"), (2, "c")  # the group comes first
     with pytest.raises(NcclError, match="Collective 0"):
-        nccl.check_order()
+        fake_nccl.Nccl({"GPU:0": [a, b], "GPU:1": [b, a]}).check_order()
     with pytest.raises(NcclError, match="GPU:0 has 2 collectives, but GPU:1 1"):
-        fake_nccl.Nccl({"GPU:0": [("a",), ("b",)], "GPU:1": [("a",)]}).check_order()
-    fake_nccl.Nccl({"GPU:0": [("a",)], "GPU:1": [("a",)]}).check_order()
+        fake_nccl.Nccl({"GPU:0": [a, b], "GPU:1": [a]}).check_order()
+    with pytest.raises(NcclError, match="Collective 0 is .* on GPU:1, but .* on GPU:2"):
+        fake_nccl.Nccl({"GPU:0": [], "GPU:1": [a, c], "GPU:2": [c, a]}).check_order()
+    fake_nccl.Nccl({"GPU:0": [a], "GPU:1": [a], "GPU:2": [c], "GPU:3": [c]}).check_order()
     fake_nccl.Nccl().check_order()
+
+
+@pytest.mark.parametrize(
+    ("ran", "is_one"),
+    [
+        ([[1, 2], [1, 2]], True),
+        ([[1, 1, 1], [1, 1]], False),
+        ([[1], [1], [2], [2, 2]], False),
+        ([[1], [1], [2, 2], [2, 2]], True),
+        ([[1, 2], [2, 1]], False),
+        ([[1, 2], [1]], False),  # the second waits for nobody, the first for ever
+    ],
+)
+def test_gpus_of_one_group_run_one_order(ran, is_one):
+    facts = StepFacts(
+        collectives={
+            f"GPU:{at}": [Collective("all-reduce", "float32", "nccl", 8, 2, group, f"GPU:{at}") for group in groups]
+            for at, groups in enumerate(ran)
+        }
+    )
+    assert facts.has_one_order is is_one

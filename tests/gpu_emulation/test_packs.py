@@ -1,4 +1,7 @@
-"""Packs of gradients are sent within the backward pass: each waits for its own gradients and the packs before it."""
+"""Packs of gradients are sent within the backward pass: each waits for its own gradients and the packs before it.
+
+Those of spread models are in `tests/parallel/test_gradient_packs.py`.
+"""
 
 import gpu_way
 import keras
@@ -65,8 +68,13 @@ def products_before(node: Node, *, waiting: bool) -> set[Node]:
         (lambda: "adam", "float32"),
         (lambda: keras.optimizers.Adam(global_clipnorm=0.5), "float32"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mixed_float16"),
+        (lambda: keras.optimizers.Adam(gradient_accumulation_steps=2), "float32"),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(gradient_accumulation_steps=2)),
+            "mixed_float16",
+        ),
     ],
-    ids=["plain", "clipped", "float16"],
+    ids=["plain", "clipped", "float16", "accumulated", "accumulated float16"],
 )
 def test_a_pack_waits_for_no_products_but_those_of_its_gradients(optimizer, precision):
     _, nodes = fitted(optimizer(), precision)

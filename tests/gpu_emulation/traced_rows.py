@@ -229,6 +229,12 @@ def summary(facts: StepFacts, machines: int = 1) -> dict:
         "one order": facts.has_one_order,
         "collectives of a GPU": _runs(facts.collectives.get("GPU:0", [])),
     }
+    listed = {each.group for each in facts.collectives.get("GPU:0", [])}
+    for gpu, ran in sorted(facts.collectives.items()):
+        groups = {each.group for each in ran}
+        if gpu != HOST and not groups <= listed:  # it holds another part of the model
+            found[f"collectives of {gpu}"] = _runs(ran)
+            listed |= groups
     if HOST in facts.collectives:
         found["collectives of the host"] = _runs(facts.collectives[HOST])
     found["between GPUs it fails or is slow"] = fake_nccl.refusals(facts, machines)

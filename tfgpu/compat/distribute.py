@@ -78,6 +78,11 @@ def can_gather(strategy: tf.distribute.Strategy) -> bool:
     return not tf.executing_eagerly() and isinstance(strategy.extended._cross_device_ops, CollectiveAllReduce)
 
 
+def cross_device_ops(strategy: tf.distribute.Strategy) -> tf.distribute.CrossDeviceOps:
+    """The operations with which a strategy's replicas sum."""
+    return strategy.extended._cross_device_ops
+
+
 def set_cross_device_ops(strategy: tf.distribute.Strategy, operations: object) -> None:
     """Replaces the operations with which a strategy's replicas sum."""
     strategy.extended._cross_device_ops = operations

@@ -1,12 +1,13 @@
 """Sums over all replicas in a step, and over all workers outside a step."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import collective_order, distribute, slots
+from tfgpu.compat import collective_order, device_groups, distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import replication, step_context, traffic, travel
 from tfgpu.core.replication import replica_context, replica_number, spans_processes
@@ -18,17 +19,23 @@ PACK_BYTES = 32 << 20
 """Bytes in one collective between GPUs, so that the gradients that are computed first are sent first."""
 
 
-def all_reduce(values: list, options: tf.distribute.experimental.CommunicationOptions | None = None) -> list:
+def all_reduce(
+    values: list,
+    options: tf.distribute.experimental.CommunicationOptions | None = None,
+    *,
+    in_groups: bool = False,
+) -> list:
     """Sums tensors or IndexedSlices over all replicas, outside XLA's clusters; None stays None.
 
     Args:
         values: this replica's values, of any dtype; each sum has the dtype of its value.
         options: overrides the strategy's own options for these collectives.
+        in_groups: sum tensors on the devices where they are, which in a spread model are not only the replicas' own.
     """
     present = [value for value in values if value is not None]
     if replica_context().num_replicas_in_sync > 1:
         with step_context.outside_xla():
-            present = _sum_on_host(present) if _shares_memory() else _sum_by_collectives(present, options)
+            present = _sum_on_host(present) if _shares_memory() else _sum_by_collectives(present, options, in_groups)
         index_origin.mark(present, alike=True)
     sums = iter(present)
     return [None if value is None else next(sums) for value in values]
@@ -40,8 +47,48 @@ def sum_gradients(gradients: list) -> list:
     Slices of one index that one device has merged are merged (`sparse.merging`).
     """
     sent = to_reduce_dtype(gradients)
-    is_alone = replica_context().num_replicas_in_sync == 1
-    return from_reduce_dtype(sent if is_alone else merging.sum_merged(sent, all_reduce), gradients)
+    if replica_context().num_replicas_in_sync > 1:
+        sent = merging.sum_merged(sent, functools.partial(all_reduce, in_groups=True))
+    return from_reduce_dtype(sent, gradients)
+
+
+def packs_of(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Tensor]]) -> list[list[int]]:
+    """The positions of gradients that one collective sums, in the order in which a backward pass computes the packs.
+
+    Args:
+        strategy: in whose cross-replica context this is called.
+        columns: for each gradient, its tensor on each replica of this process.
+    """
+    places = range(len(columns))
+    if not isinstance(distribute.cross_device_ops(strategy), distribute.CollectiveAllReduce):
+        return [list(places)]
+    groups, most = _groups(strategy), communication_options(strategy).bytes_per_pack
+    packs, open_packs = [], {}
+    for at in reversed(places):  # the last layers' gradients are computed first
+        value = columns[at][0]
+        dtype, count = _dtype_sent(strategy, value), value.shape.num_elements()
+        key = dtype, groups and groups.group_of(columns[at])
+        pack, size = open_packs.get(key, (None, 0))
+        if pack is None or 0 < most < size:
+            pack, size = [], 0
+            packs.append(pack)
+        pack.insert(0, at)
+        open_packs[key] = pack, size + (count or 0) * dtype.size
+    return sorted(packs, key=min, reverse=True)
+
+
+def sum_columns(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Tensor]]) -> list[Sequence[tf.Tensor]]:
+    """Sums gradients over replicas, in cross-replica context; arguments as for `packs_of`.
+
+    Returns:
+        For each gradient, its sum on each replica of this process.
+    """
+    groups, options = _groups(strategy), communication_options(strategy)
+    if groups is not None:
+        return groups.sum(columns, options)
+    values = [distribute.regroup(tuple(column)) for column in columns]
+    sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(each, each) for each in values], options)
+    return [strategy.experimental_local_results(each) for each in sums]
 
 
 @contextlib.contextmanager
@@ -148,6 +195,14 @@ def _is_wider(value, dtype: tf.DType) -> bool:
     return value is not None and value.dtype.is_floating and value.dtype.size > dtype.size
 
 
+def _dtype_sent(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.DType:
+    """The dtype in which a gradient is sent."""
+    narrow = slots.get(strategy, "reduce_dtype")
+    if narrow is not None and (value.dtype == narrow or _is_wider(value, narrow)):
+        return narrow
+    return travel.dtype_of_sum(value.dtype)
+
+
 def _cast(value, dtype: tf.DType):
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
@@ -183,12 +238,12 @@ def _sum_on_host(values: list) -> list:
 _FORMS = ("dense", "few rows", "many rows")
 
 
-def _sum_by_collectives(values: list, options) -> list:
+def _sum_by_collectives(values: list, options, in_groups: bool) -> list:
     """Sums tensors and IndexedSlices; small slices are sent as two dense tensors, after the others."""
     _note_varying_shapes(values)
     forms = [_form(value) for value in values]
     dense, few, many = ([v for v, form in zip(values, forms, strict=True) if form == each] for each in _FORMS)
-    sums = _sum_by_dtype(dense + [part for each in few for part in exchange.to_dense(each)], options)
+    sums = _sum_by_dtype(dense + [part for each in few for part in exchange.to_dense(each)], options, in_groups)
     parts = sums[len(dense) :]
     found = {
         "dense": iter(sums[: len(dense)]),
@@ -205,16 +260,35 @@ def _form(value) -> str:
     return "few rows" if exchange.can_be_packed(value) else "many rows"
 
 
-def _sum_by_dtype(values: list[tf.Tensor], options) -> list[tf.Tensor]:
+def _sum_by_dtype(values: list[tf.Tensor], options, in_groups: bool) -> list[tf.Tensor]:
     """One call of TensorFlow's all-reduce for each dtype: values of one dtype share packs."""
     sent = [to_sum(value) for value in values]
     traffic.note(sent)
+    if in_groups and _groups(replica_context().strategy) is not None:
+        return _from_sums(_sum_in_groups(sent, options), values)
     sums = [None] * len(sent)
     for dtype in dict.fromkeys(value.dtype for value in sent):
         places = [at for at, value in enumerate(sent) if value.dtype == dtype]
         for at, value in zip(places, _all_reduce([sent[at] for at in places], options), strict=True):
             sums[at] = value
     return _from_sums(sums, values)
+
+
+def _groups(strategy: tf.distribute.Strategy) -> device_groups.DeviceGroups | None:
+    """The groups of devices that sum gradients; None if the replicas' own devices do."""
+    return None if tf.executing_eagerly() else device_groups.of(strategy)
+
+
+def _sum_in_groups(values: list[tf.Tensor], options) -> list[tf.Tensor]:
+    replica = replica_context()
+    options = communication_options(replica.strategy, options)
+
+    def add(strategy, *columns):
+        local = [strategy.experimental_local_results(column) for column in columns]
+        return [distribute.regroup(tuple(sums)) for sums in device_groups.of(strategy).sum(local, options)]
+
+    with explained_merge_call():
+        return list(replica.merge_call(add, args=tuple(values)))
 
 
 def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlices]:

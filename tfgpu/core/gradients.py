@@ -57,6 +57,11 @@ class GradientExtension:
         return None
 
     @contextlib.contextmanager
+    def around_sum(self, update: Update) -> Iterator[Update]:
+        """Surrounds the sum over replicas; yields the update whose gradients are summed."""
+        yield update
+
+    @contextlib.contextmanager
     def around_update(self, update: Update, sums: list, named: list | None) -> Iterator[tuple[list, list | None]]:
         """Surrounds the optimizer's own update; yields the gradients and variables to pass to it.
 
@@ -180,7 +185,10 @@ def _summed(optimizer, gradients: list, named: list | None) -> Iterator[tuple[li
     for extension in extensions.gradient_extensions:
         trained = [extension.variable_of(variable) for variable in trained]
     update = Update(optimizer, inner, gradients, trained)
-    with collectives.as_packs():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(collectives.as_packs())
+        for extension in extensions.gradient_extensions:
+            update = stack.enter_context(extension.around_sum(update))
         sums = _sum(update)
     with contextlib.ExitStack() as stack:
         stack.enter_context(step_context.scope(gradients_are_summed=True))

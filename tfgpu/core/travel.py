@@ -35,6 +35,16 @@ def from_sum(total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(low + high * 2**32, dtype)
 
 
+def dtype_of_sum(dtype: tf.DType) -> tf.DType:
+    """The dtype of what `to_sum` returns for values of a dtype.
+
+    Example:
+        >>> dtype_of_sum(tf.bfloat16), dtype_of_sum(tf.float16)
+        (tf.float32, tf.float16)
+    """
+    return tf.float64 if dtype in _LONG else _SUMMED_AS.get(dtype, dtype)
+
+
 def carrier(dtype: tf.DType) -> tf.DType:
     """The dtype whose tensors carry the bits of values of a dtype, of 16 bits or more, through a gather.
 

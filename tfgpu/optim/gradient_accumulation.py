@@ -107,12 +107,15 @@ def reduce_at_update(update: gradients.Update, parts: list) -> list:
         return list(parts)
     own = [tf.convert_to_tensor(parts[at]) for at in places]
     accumulators = [optimizers.accumulator(inner, update.variables[at]) for at in places]
-    is_finite = _is_finite_on_all(own) if isinstance(optimizer, LossScaleOptimizer) else tf.constant(True)
-    reduction = _Reduction(inner, accumulators, gradient_weights.loss_scale_of(optimizer))
+    is_scaled = isinstance(optimizer, LossScaleOptimizer)
+    reduction = _Reduction(inner, accumulators, gradient_weights.loss_scale_of(optimizer), empties=not is_scaled)
     traffic.note(collectives.to_reduce_dtype(own), part=1 / inner.gradient_accumulation_steps)
     with step_context.outside_xla():
-        reduced = replication.replica_context().merge_call(reduction.across_replicas, args=(is_finite, *own))
-        reduced[0] += tf.where(is_finite, tf.zeros([], reduced[0].dtype), float("inf"))  # makes every replica skip
+        reduced = list(replication.replica_context().merge_call(reduction.across_replicas, args=tuple(own)))
+        if is_scaled:  # after the packs, which wait for no other gradients than their own
+            is_finite = _is_finite_on_all(own)
+            reduction.empty_if(is_finite)
+            reduced[0] += tf.where(is_finite, tf.zeros([], reduced[0].dtype), float("inf"))  # makes every replica skip
     found = list(parts)
     for at, value in zip(places, reduced, strict=True):
         found[at] = value
@@ -133,41 +136,76 @@ class _Reduction:
         inner: the optimizer, without loss scaling.
         accumulators: its accumulators, one for each gradient.
         loss_scale: by which the gradients of this batch are scaled; accumulators are not.
+        empties: whether an update empties the accumulators, whatever the gradients are.
     """
 
-    def __init__(self, inner, accumulators: list, loss_scale):
-        self._inner, self._accumulators, self._loss_scale = inner, accumulators, loss_scale
+    def __init__(self, inner, accumulators: list, loss_scale, *, empties: bool):
+        self._inner, self._accumulators, self._loss_scale, self._empties = inner, accumulators, loss_scale, empties
 
-    def across_replicas(self, strategy, is_finite, *gradients) -> list:
-        """In cross-replica context, where a branch of `tf.cond` may contain a collective."""
-        is_update = (optimizers.iterations(self._inner).value + 1) % self._inner.gradient_accumulation_steps == 0
-        is_finite = strategy.experimental_local_results(is_finite)[0]
-        found = tf.cond(
-            is_finite & is_update,
-            lambda: self._sum(strategy, gradients),
-            lambda: _by_replica(strategy, gradients),
-        )
-        return [distribute.regroup(value) for value in found]
+    def across_replicas(self, strategy, *gradients) -> list:
+        """In cross-replica context, where a branch of `tf.cond` may contain a collective.
 
-    def _sum(self, strategy, gradients) -> list[list[tf.Tensor]]:
-        own = strategy.extended.call_for_each_replica(self._take, args=gradients)
-        sums = strategy.extended.batch_reduce_to(
-            tf.distribute.ReduceOp.SUM,
-            [(value, value) for value in own],
-            options=collectives.communication_options(strategy),
-        )
-        dtypes = [values[0].dtype for values in _by_replica(strategy, gradients)]
-        pairs = zip(_by_replica(strategy, sums), dtypes, strict=True)
-        return [[_cast_in_place(value, dtype) for value in values] for values, dtype in pairs]
+        Each pack has a condition of its own: one for all would wait for all gradients.
+        """
+        columns, found = _by_replica(strategy, gradients), [None] * len(gradients)
+        is_update = self._is_update()
+        for places in collectives.packs_of(strategy, columns):
+            pack = [columns[at] for at in places]
+            sums = tf.cond(
+                is_update, functools.partial(self._sum, strategy, places, pack), functools.partial(_unchanged, pack)
+            )
+            for at, values in zip(places, sums, strict=True):
+                found[at] = distribute.regroup(tuple(values))
+        return found
 
-    def _take(self, *gradients) -> list:
-        """In a replica: its gradients of all batches, scaled as those of this batch are; empties the accumulators."""
-        pairs = list(zip(gradients, self._accumulators, strict=True))
-        taken = [value + total.value * tf.cast(self._loss_scale, value.dtype) for value, total in pairs]
-        with tf.control_dependencies(taken):
-            for total in self._accumulators:
-                total.assign(tf.zeros(total.shape, total.dtype))
-        return [collectives.to_sum(value) for value in collectives.to_reduce_dtype(taken)]
+    def empty_if(self, is_finite: tf.Tensor) -> None:
+        """In a replica: empties its accumulators at an update with finite gradients."""
+
+        def empty() -> int:
+            _empty(self._accumulators)
+            return 0
+
+        tf.cond(is_finite & self._is_update(), empty, lambda: 0)
+
+    def _is_update(self) -> tf.Tensor:
+        return (optimizers.iterations(self._inner).value + 1) % self._inner.gradient_accumulation_steps == 0
+
+    def _sum(self, strategy, places: list[int], pack: list) -> list[list[tf.Tensor]]:
+        devices = [[value.device for value in column] for column in pack]
+        accumulators = [self._accumulators[at] for at in places]
+
+        def take(*gradients) -> list:
+            """In a replica: its gradients of all batches, scaled as those of this batch are."""
+            number = replication.replica_number(replication.replica_context()) % len(devices[0])
+            taken = []
+            for value, total, column in zip(gradients, accumulators, devices, strict=True):
+                with tf.device(column[number]):
+                    taken.append(value + total.value * tf.cast(self._loss_scale, value.dtype))
+            if self._empties:
+                with tf.control_dependencies(taken):
+                    _empty(accumulators)
+            return [_sent(value) for value in taken]
+
+        given = [distribute.regroup(tuple(column)) for column in pack]
+        taken = _by_replica(strategy, strategy.extended.call_for_each_replica(take, args=given))
+        pairs = zip(collectives.sum_columns(strategy, taken), pack, strict=True)
+        return [[_in_place(total, column[0].dtype) for total in sums] for sums, column in pairs]
+
+
+def _sent(value: tf.Tensor) -> tf.Tensor:
+    """A gradient in the form in which replicas sum it, on the device where it is."""
+    with tf.device(value.device):
+        (narrow,) = collectives.to_reduce_dtype([value])
+        return collectives.to_sum(narrow)
+
+
+def _empty(accumulators: list) -> None:
+    for total in accumulators:
+        total.assign(tf.zeros(total.shape, total.dtype))
+
+
+def _unchanged(pack: list) -> list[list[tf.Tensor]]:
+    return [list(column) for column in pack]
 
 
 def _by_replica(strategy, values) -> list[list[tf.Tensor]]:
@@ -175,7 +213,7 @@ def _by_replica(strategy, values) -> list[list[tf.Tensor]]:
     return [list(strategy.experimental_local_results(value)) for value in values]
 
 
-def _cast_in_place(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _in_place(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """A value in another dtype, on the device where it is."""
     if value.dtype == dtype:
         return value

@@ -11,6 +11,7 @@ Source of the second: what `tf.GradientTape.gradient` adds to a graph has no dev
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import distribute, slots, training, variables
+from tfgpu.compat import device_groups, distribute, slots, training, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import surround_gradients
 from tfgpu.core import extensions, gradients, replication, step_context
+from tfgpu.core.state import layer_state
 from tfgpu.parallel import compiled_calls, remote_devices
 
 _elsewhere = step_context.Slot("placement.elsewhere")
@@ -111,6 +113,7 @@ def attach(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 def mark_placed(strategy: tf.distribute.Strategy) -> None:
     """Notes that the variables of one replica are on several devices."""
     slots.of(strategy).is_placed = True
+    device_groups.use(strategy)
 
 
 def is_placed(strategy: tf.distribute.Strategy) -> bool:
@@ -224,7 +227,18 @@ def colocate_with_inputs() -> Iterator[None]:
 
 
 class _Colocated(gradients.GradientExtension):
-    """An optimizer's arithmetic runs where the variables are."""
+    """Gradients are summed, and an optimizer's arithmetic runs, where the variables are."""
+
+    @contextlib.contextmanager
+    def around_sum(self, update: gradients.Update) -> Iterator[gradients.Update]:
+        strategy = replication.replica_context().strategy
+        if not tf.executing_eagerly() and device_groups.of(strategy) is not None:
+            pairs = zip(update.gradients, update.variables, strict=True)
+            update = dataclasses.replace(
+                update, gradients=[_beside(gradient, variable) for gradient, variable in pairs]
+            )
+        with colocate_with_inputs():
+            yield update
 
     @contextlib.contextmanager
     def around_update(self, update: gradients.Update, sums: list, variables: list | None) -> Iterator[tuple]:
@@ -234,6 +248,16 @@ class _Colocated(gradients.GradientExtension):
 
 extensions.gradient_extensions.register(_Colocated())
 extensions.xla_obstacles.register(lambda model: is_placed(model.distribute_strategy))
+
+
+def _beside(gradient, variable: keras.Variable):
+    """A gradient on the device of this replica's copy of the variable; slices of rows stay where they are."""
+    here = _device_of(gradient) if isinstance(gradient, tf.Tensor) else ""
+    copy = layer_state.own(variable) if here else None  # None of a variable that is in pieces
+    if copy is None or distribute.full_device_name(here) == copy.device:
+        return gradient
+    with tf.device(copy.device):
+        return tf.identity(gradient)
 
 
 def _device(name: str | None):

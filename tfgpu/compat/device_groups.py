@@ -1,0 +1,115 @@
+"""All-reduces where the values are: among the devices that hold one stage of the model, or one shard of its layers.
+
+TensorFlow packs only values on the replicas' own devices. It sends each of the others there, sums it in a collective of
+its own, and sends the sum back.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+from tensorflow.python.distribute import device_util
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+
+from tfgpu.compat import slots
+
+Column = Sequence[tf.Tensor]
+"""One value: its tensor on each replica."""
+
+
+def use(strategy: tf.distribute.Strategy) -> None:
+    """Makes `of` find the groups of a strategy of one process that sums by collectives; else it changes nothing."""
+    is_local = isinstance(strategy, tf.distribute.MirroredStrategy)
+    if is_local and isinstance(strategy.extended._cross_device_ops, CollectiveAllReduce) and of(strategy) is None:
+        slots.of(strategy).device_groups = DeviceGroups(strategy)
+
+
+def of(strategy: tf.distribute.Strategy) -> "DeviceGroups | None":
+    """The groups of devices of a strategy; None if each replica holds all it has on its own device."""
+    return slots.get(strategy, "device_groups")
+
+
+class DeviceGroups:
+    """Groups of one device per replica, each with its own collectives.
+
+    No device is in two groups, so that a device runs its collectives in one order. A value whose devices cannot be a
+    group is summed on the replicas' own devices, and sent back.
+
+    Args:
+        strategy: a `MirroredStrategy` that sums by `CollectiveAllReduce`.
+    """
+
+    def __init__(self, strategy: tf.distribute.MirroredStrategy):
+        self._own, self._keys = strategy.extended._cross_device_ops, strategy.extended._collective_keys
+        self._reductions = {self._own._devices: self._own}
+
+    def group_of(self, column: Column) -> tuple[str, ...]:
+        """The devices that sum a value: those that hold it, if they can be a group, or else the replicas' own."""
+        own = self._own._devices
+        held = tuple(_device(value) or device for value, device in zip(column, own, strict=True))
+        if held not in self._reductions and self._can_meet(held):
+            options = self._own._launchers[0]._options
+            self._reductions[held] = CollectiveAllReduce(held, len(held), options, self._keys)
+        return held if held in self._reductions else own
+
+    def sum(
+        self, columns: Sequence[Column], options: tf.distribute.experimental.CommunicationOptions
+    ) -> list[list[tf.Tensor]]:
+        """The sums over replicas, each where the value is. In a graph, in cross-replica context.
+
+        Args:
+            columns: values; those of one group and dtype share packs.
+            options: with the size of packs.
+        """
+        found, by_group = [None] * len(columns), {}
+        for at, column in enumerate(columns):
+            by_group.setdefault((self.group_of(column), column[0].dtype), []).append(at)
+        for (group, _), places in by_group.items():
+            for at, sums in zip(places, self._sum(group, [columns[at] for at in places], options), strict=True):
+                found[at] = sums
+        return found
+
+    def _sum(self, group: tuple[str, ...], columns: list[Column], options) -> list[list[tf.Tensor]]:
+        reduction, by_replica = self._reductions[group], []
+        with reduction._lock:
+            for number, device in enumerate(group):
+                given = [_moved(column[number], device) for column in columns]
+                by_replica.append(reduction._all_reduce(tf.distribute.ReduceOp.SUM, given, number, options))
+        totals = zip(*by_replica, strict=True)
+        return [
+            [_moved(total, _device(value)) for total, value in zip(sums, column, strict=True)]
+            for sums, column in zip(totals, columns, strict=True)
+        ]
+
+    def _can_meet(self, devices: tuple[str, ...]) -> bool:
+        """Whether devices can be a new group: different ones, in no other group, that TensorFlow connects as it does
+        the replicas' own.
+        """
+        taken = {device for group in self._reductions for device in group}
+        kinds = [
+            {tf.DeviceSpec.from_string(each).device_type for each in group} for group in (devices, self._own._devices)
+        ]
+        asks_for_nccl = self._own._launchers[0]._options.implementation.value == "NCCL"
+        return (
+            len(set(devices)) == len(devices)
+            and not taken & set(devices)
+            and kinds[0] == kinds[1]
+            and not (asks_for_nccl and _has_divided_gpus())
+        )
+
+
+def _has_divided_gpus() -> bool:
+    """Whether a GPU is divided into several devices, between which NCCL does not work."""
+    return len(tf.config.list_logical_devices("GPU")) > len(tf.config.list_physical_devices("GPU"))
+
+
+def _device(value: tf.Tensor) -> str:
+    """The full name of a tensor's device; empty if it is not known."""
+    return device_util.canonicalize(value.device) if value.device else ""
+
+
+def _moved(value: tf.Tensor, device: str) -> tf.Tensor:
+    """A value on a device; an empty name leaves it where it is."""
+    if not device or _device(value) == device:
+        return value
+    with tf.device(device):
+        return tf.identity(value)
