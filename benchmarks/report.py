@@ -15,22 +15,20 @@ INTRO = """# Benchmarks
 Written by `make bench`. Measured on {device}, {cores} cores used, {memory_gib} GiB of memory, {system}, with
 {versions}, on {date}{load}.
 
-All peers of a model train side by side in one run, each in a process of its own, on the same model, first weights,
-batches, Adam, loss, metrics, threads and cores. They take turns: a round of one, a round of the next, in the other
-direction each time, {rounds} rounds after {warmup} that do not count. A ratio is taken within a round, so that a
-machine that slows down slows both sides; the tables show its median and its quartiles. Before that, every peer trains
-the first steps and reports its number of parameters and its losses: where the losses differ by more than 0.1 %, the
-peer does other work and is compared with nothing. (Adam's epsilon is 1e-12, because Keras and PyTorch add it at
-different places.)
+All peers of a model train in one run, in separate processes, on the same model, initial weights, batches, Adam, loss,
+metrics, threads and cores. They take turns in {rounds} rounds, after {warmup} warm-up rounds. Ratios are taken within
+a round, so a machine that slows down slows both sides; the tables show median and quartiles. Before the rounds, every
+peer trains a few steps and reports its losses and number of parameters. A peer whose losses differ by more than 0.1 %
+does other work, and is not compared. (Adam's epsilon is 1e-12, because Keras and PyTorch add it at different places.)
 
-A step is a step on the global batch, whose rows number {batches}.
-Data lies in memory. "Many steps" is the quickest of several `steps_per_execution`; Keras on JAX may choose too.
+A step trains on the global batch: {batches} rows.
+Data is in memory. "Many steps" is the fastest of several `steps_per_execution`; Keras on JAX may choose too.
 PyTorch keeps its batches in tensors, without a loader, and uses the fused Adam and, for pictures, channels last.
 """
 
 
-NO_GPU = """No figure comes from a GPU so far. [What a step does on GPUs](../explained/gpu.md) says what was
-derived without one, and how. `make gpu-first` and `benchmarks/gpu.py` measure where there is one.
+NO_GPU = """No figure comes from a GPU yet. [What a step does on GPUs](../explained/gpu.md) says what was
+derived without one, and how. With a GPU, `make gpu-first` and `benchmarks/gpu.py` measure it.
 """
 
 
@@ -95,11 +93,11 @@ def _about(topology: str) -> str:
     text = {
         "one": "All cores, one process. Ratios are to the hand-written loop: plain tf.data, no strategy, many steps in "
         "one `tf.function`, metrics on. Below 1 is faster than it.",
-        "mirrored-2": "Two logical CPU devices share the cores of one process: what replicas cost, not what they gain. "
-        "The hand-written loop cuts each batch in the graph and sums the gradients in one all-reduce; "
+        "mirrored-2": "Two logical CPU devices share the cores of one process: this shows the cost of replicas, not "
+        "their gain. The hand-written loop splits each batch in the graph and sums the gradients in one all-reduce; "
         "BatchNormalization is synchronized for all.",
-        "workers-2": "Two processes on loopback, each with its half of the cores. In the hand-written loop each worker "
-        "reads its own rows only; one all-reduce a step, and BatchNormalization is synchronized.",
+        "workers-2": "Two processes on loopback, each with half of the cores. In the hand-written loop each worker "
+        "reads only its rows, there is one all-reduce per step, and BatchNormalization is synchronized.",
     }
     return text[topology]
 
@@ -126,12 +124,11 @@ def _scaling(found: dict[tuple[str, str], Cell]) -> list[str]:
     if not rows:
         return []
     text = (
-        "Speed of two over speed of one on the same global batch. Two replicas share the cores that one has, so 1 is "
-        "all there can be; two workers have twice the cores of one, so 2 is; it is left out where the two "
-        "were measured on different processors. The network's share is what two processes "
-        "that train on half the batch each, without talking, do not need. Collectives are counted in the compiled "
-        "loop: those of a step, and those of a call of many steps. Bytes are what both workers together send over "
-        "loopback in a step, TCP included; beside them the bytes of all gradients."
+        "Speed of two over speed of one, on the same global batch. The most possible is 1 for two replicas, which "
+        "share the cores of one, and 2 for two workers, which have twice the cores. Figures from different processors "
+        "are left out. The network's share is the time that two separate processes, each with half of the batch, do "
+        "not need. Collectives are those of the compiled loop, in a step and in a call of many steps. Bytes are what "
+        "both workers send over loopback in a step, TCP included; in brackets the bytes of all gradients."
     )
     head = _head([*heads, "bytes a step (gradients)"])
     return ["", "## Scaling", "", text, "", *head, *rows, "", "![Scaling](benchmarks/scaling.svg)"]
@@ -167,7 +164,14 @@ def _memory(found: dict[tuple[str, str], Cell]) -> list[str]:
 def _starting(found: dict[tuple[str, str], Cell], startup: dict[str, dict]) -> list[str]:
     out = []
     if startup:
-        out += ["", "## Starting", "", "Whole processes, in turn.", "", *_head(["command", "seconds", "CPU seconds"])]
+        out += [
+            "",
+            "## Starting",
+            "",
+            "Seconds of whole processes, which take turns.",
+            "",
+            *_head(["command", "seconds", "CPU seconds"]),
+        ]
         for name, row in startup.items():
             wall, cpu = (Spread.of(row.get(key, [])) for key in ("seconds", "cpu_s"))
             out.append(_row(f"`{name}`", row.get("message") or _span(wall), _span(cpu)))
@@ -177,7 +181,7 @@ def _starting(found: dict[tuple[str, str], Cell], startup: dict[str, dict]) -> l
     first = _by_peer(
         "Time to the first step", text, found, lambda cell, peer: _number(cell.row(peer).get("first_step_s"), "{:.1f}")
     )
-    text = "Milliseconds of a whole `fit` of one step on a model that was trained before: what an epoch a call costs."
+    text = "Milliseconds of a `fit` of one step, on a model that was trained before."
     again = _by_peer("Starting `fit` again", text, found, _again)
     return out + first + again
 

@@ -13,21 +13,21 @@ KNOWN = Path(__file__).with_name("known.json")
 ENDS = ("equal", "refused", "differs", "crashes", "dies", "hangs", "no reference")
 INTRO = """# The same result on every number of replicas
 
-Written by `make matrix`. A figure is the largest difference from one device (stock Keras, no strategy) of
-final weights, iterations, logs, `evaluate` and `predict`, after two epochs with the same seed and global
-batch; relative to the value where that is above 1. Equal means at most 1e-5, or, for mixed precision and
-what else amplifies rounding, at most twice what one device differs from itself when its sums are
-re-ordered (`bound`). **Bold** is not equal: `crashes` raises, `dies` ends the process, `hangs` gives no
-answer. Replicas are logical CPU devices; workers are real processes on loopback. Measured on {machine}
+Written by `make matrix`. A figure is the largest difference from one device (stock Keras, no strategy) in final
+weights, iterations, logs, `evaluate` and `predict`, after two epochs with the same seed and global batch (relative
+to values above 1). Equal means at most 1e-5 (`bound`). For mixed precision and whatever else amplifies rounding, the
+bound is twice the difference that one device has from itself when its sums are re-ordered. **Bold** is not equal:
+`crashes` raises, `dies` ends the process, `hangs` gives no answer. Replicas are logical CPU devices; workers are real
+processes on loopback. Measured on {machine}
 with Python {python}, TensorFlow {tensorflow} and Keras {keras}.
 
-One setting gives up equality on request: `tfgpu.strategy(..., batch_norm="replica")`, BatchNormalization by each
-replica's own rows. A line in the log says so; no case here uses it.
+One setting gives up equality on request: with `tfgpu.strategy(..., batch_norm="replica")`, BatchNormalization uses
+each replica's own rows. No case here uses it.
 
 `fit` is `model.fit`. `loop` is a hand-written `strategy.run` with
-`optimizer.apply_gradients` that divides its loss by the global batch; `loop-mean` trusts the mean in the Keras loss.
-`sharded` is `fit` of a model in pieces (`tfgpu.parallel.shard(model, stage=3)`); `refused` is an error that says what
-pieces do not go with, and what to do instead.
+`optimizer.apply_gradients` that divides its loss by the global batch; `loop-mean` uses the mean of the Keras loss.
+`sharded` is `fit` with `tfgpu.parallel.shard(model, stage=3)`; `refused` is an error that says what `stage=3` does not
+support, and what to do instead.
 """
 
 
