@@ -45,7 +45,7 @@ def table(searches: list[dict]) -> str:
 def main(
     searches: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each batch.")] = 5,
-    recipe: Annotated[str, typer.Option(help="A ready recipe or a file.")] = "digits",
+    recipe: Annotated[str, typer.Option(help="A built-in recipe or a file.")] = "digits",
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = RESULTS,
 ) -> None:
     """Measures, prints the table, and writes the figures."""

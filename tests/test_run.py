@@ -79,7 +79,7 @@ def test_a_missing_script_is_named(tmp_path):
 
 
 def test_an_option_where_the_script_stands_is_named():
-    with pytest.raises(InputError, match="'--dry-run' stands where the script is expected"):
+    with pytest.raises(InputError, match="'--dry-run' is not an option of this command"):
         run("--dry-run", ["train.py"])
 
 

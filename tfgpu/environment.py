@@ -295,10 +295,13 @@ def _no_process(name: str, connected: Sequence[str]) -> InputError | None:
 
 
 def _missing(asked: int | str, found: tuple[Device, ...]) -> InputError:
+    wrong = (
+        f"There is no device {asked!r}" if isinstance(asked, str) else f"There are fewer devices than devices={asked}"
+    )
     return InputError(
-        f"More devices were asked for than exist. Received: devices={asked!r}. "
-        f"Found: {', '.join(device.name for device in found)}. Ask for these, or make logical devices first: "
-        "`--virtual-devices N`, or `tfgpu.environment.set_logical_devices(N)` at the top of the script."
+        f"{wrong}. Found: {', '.join(device.name for device in found)}. Use these, or run `tfgpu doctor` if a GPU is "
+        "missing. To try several devices on CPUs, use `--virtual-devices N`, or "
+        "`tfgpu.environment.set_logical_devices(N)` at the top of the script."
     )
 
 
@@ -314,7 +317,7 @@ def _visible_gpus(setter: str) -> list[tf.config.PhysicalDevice]:
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         raise MachineError(
-            f"{setter} found no GPU that TensorFlow can use. Remove it on a CPU, or run `tfgpu doctor` to see why."
+            f"{setter} found no GPU that TensorFlow can use. Without GPUs, remove this call; else run `tfgpu doctor`."
         )
     return gpus
 
@@ -335,4 +338,4 @@ def _in_time(setter: str) -> Iterator[None]:
             f"the first strategy, model or tensor; in a notebook, restart the kernel first. ({error})"
         ) from None
     except ValueError as error:
-        raise InputError(f"{setter} does not go with an earlier setting: {error}. Use one of them.") from None
+        raise InputError(f"{setter} conflicts with an earlier setting: {error}. Use one of them.") from None

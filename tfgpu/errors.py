@@ -162,7 +162,7 @@ def no_script(script: str) -> InputError:
     """
     if script.startswith("-"):
         return InputError(
-            f"{script!r} stands where the script is expected, and is no option of this command. Give the path of a "
-            "Python file there, and the script's own options after it."
+            f"{script!r} is not an option of this command. Give the path of a Python file, and the script's own "
+            "options after it."
         )
     return InputError(f"There is no script {script!r}. Give the path of a Python file.")

@@ -103,7 +103,7 @@ def read(path: str | Path, kind: str) -> Any:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if facts.get(_KIND) == kind and facts.get(_HASH) == _hash(facts[_FACTS], arrays):
             return from_json(json.loads(facts[_FACTS]), arrays)
-        found = "damaged: its hash is another" if facts.get(_KIND) == kind else "another file"
+        found = "damaged: its hash differs" if facts.get(_KIND) == kind else "another file"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         found = "not there" if isinstance(error, FileNotFoundError) else f"damaged, or another file ({error})"
     raise InputError(f"`path` must be a file of a {kind}. Received: {str(path)!r}, which is {found}. Use another copy.")

@@ -102,7 +102,9 @@ def test_no_checkpoint_and_no_usable_checkpoint(tmp_path):
 
 def test_another_model_is_refused(tmp_path):
     train(build(), 0, 1, Checkpoint(tmp_path))
-    with pytest.raises(tfgpu.InputError, match=r"has \(4, 6\) for .*kernel, this model has \(4, 7\)"):
+    with pytest.raises(
+        tfgpu.InputError, match=r"does not fit this model: .*kernel has shape \(4, 6\) there and \(4, 7\) here"
+    ):
         Checkpoint(tmp_path).restore(build(units=7))
     with pytest.raises(tfgpu.InputError, match="`keep` must be a whole number from 1"):
         Checkpoint(tmp_path, keep=0)

@@ -87,7 +87,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     for pair, words in {
         (one, other): "no checkpoint of the same name",
         (one, tmp_path): "has no checkpoints",
-        (one, tmp_path / "no.keras"): "Compare two of a kind",
+        (one, tmp_path / "no.keras"): "Compare two of the same kind",
         (tmp_path / "no.keras", tmp_path / "no.keras"): "cannot be read",
     }.items():
         with pytest.raises(InputError, match=words):

@@ -132,7 +132,7 @@ def test_reads_this_processs_environment(monkeypatch):
         (config(TWO, {"type": "worker"}), "`task.index` is missing"),
         (config(TWO, {"type": "workers", "index": 0}), "Did you mean 'worker'?"),
         (config(TWO, {"type": ["worker"], "index": 0}), "Unknown task type"),
-        (config(TWO, {"type": "worker", "index": 2}), "has 2 of them"),
+        (config(TWO, {"type": "worker", "index": 2}), "has only 2"),
         (config(TWO, {"type": "worker", "index": -1}), "whole number from 0"),
         (config(TWO, {"type": "worker", "index": "one"}), "whole number from 0"),
         (config(TWO, {"type": "worker", "index": ""}), "whole number from 0"),
@@ -171,7 +171,7 @@ def test_a_malformed_value_is_one_line_that_quotes_it_and_shows_a_right_one(valu
 def test_facts_that_contradict_each_other_are_refused():
     with pytest.raises(InputError, match="expected 1 for worker 1"):
         Cluster(workers=("a:1", "b:1"), rank=0, task_index=1)
-    with pytest.raises(InputError, match="has 2 of them"):
+    with pytest.raises(InputError, match="has only 2"):
         Cluster(workers=("a:1", "b:1"), rank=2, task_index=2)
     with pytest.raises(InputError, match="one process"):
         Cluster(task_index=3, rank=3)

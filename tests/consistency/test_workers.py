@@ -163,8 +163,8 @@ print(json.dumps(said))
 def test_workers_that_begin_differently_are_told_so_on_all(together):
     answers = together(BEGIN, {"worker": 2}, timeout=550)
     expected = {
-        "epochs": "The workers called `fit`, but not alike: epochs=2 on worker 0 (",
-        "validation": "The workers called `fit`, but not alike: validation_data=given on worker 0 (",
+        "epochs": "The workers called `fit`, but with different arguments: epochs=2 on worker 0 (",
+        "validation": "The workers called `fit`, but with different arguments: validation_data=given on worker 0 (",
         "optimizer": "arguments of `compile`: `optimizer.config.beta_1` is 0.9 on worker 0, 0.8 on worker 1.",
         "patience": "callbacks: `EarlyStopping.patience` is 3 on worker 0, 4 on worker 1.",
         "schedule": "callbacks: `LearningRateScheduler.schedule` is ",
@@ -179,6 +179,6 @@ def test_workers_that_begin_differently_are_told_so_on_all(together):
             assert words in answer[name], answer[name]
             assert answer[name].startswith("ReplicasDiffer: " if name == "weights" else "InputError: ")
         assert "worker 0 has none; worker 1 has Picture" in answer["pictures"]
-        assert "have the same labels and other inputs" in answer["augmented"]
+        assert "have the same labels but different inputs" in answer["augmented"]
         assert "differ" not in answer["generator"] and answer["drawn"] == 3
         assert answer["traces"] == [1] and answer["same"]

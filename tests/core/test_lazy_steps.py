@@ -187,7 +187,7 @@ class Hidden(Lazy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "why"), [(Adds, "outside `strategy.scope"), (Hidden, "'late/total'.*cannot put back")]
+    ("kind", "why"), [(Adds, "outside `strategy.scope"), (Hidden, "'late/total'.*cannot remove them")]
 )
 @pytest.mark.parametrize("way", ["outside", "eager"])
 def test_what_cannot_be_one_device_s_is_refused(kind, why, way):

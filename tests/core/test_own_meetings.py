@@ -73,11 +73,11 @@ def test_replicas_that_meet_in_a_step(kind, verdict, caplog):
             np.testing.assert_allclose(one, other, atol=2e-6, rtol=1e-5)
     (step,) = [piece for piece in verdicts.of(strategy) if piece.name.startswith("step")]
     assert step.verdict == verdict
-    assert ("it brings the replicas' rows together by itself" in caplog.text) == (kind is not Compares)
+    assert ("it combines the replicas' rows itself" in caplog.text) == (kind is not Compares)
 
 
 def test_a_step_whose_replicas_meet_is_not_tried():
-    with pytest.raises(InputError, match=r"Gathers.train_step.*could not be tried \(it brings the replicas' rows"):
+    with pytest.raises(InputError, match=r"Gathers.train_step.*could not be tried \(it combines the replicas' rows"):
         trained(Gathers, tfgpu.strategy("mirrored", TWO, unproven="refuse"))
 
 

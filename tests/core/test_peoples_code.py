@@ -270,14 +270,14 @@ def test_equal_to_one_device(what, replicas):
 
 
 NAMED = {
-    "count": (WarmSmoothing, "`WarmSmoothing.train_step` changes what Python holds (`steps`)"),
+    "count": (WarmSmoothing, "`WarmSmoothing.train_step` changes Python state (`steps`)"),
     "held-generator": (
         HeldGenerator,
-        "`HeldGenerator.train_step` draws from a generator of Python's or NumPy's (`_rng`)",
+        "`HeldGenerator.train_step` draws from a generator of Python or NumPy (`_rng`)",
     ),
-    "loss-that-counts": (with_layer(Running), "The loss 'WarmLoss' changes what Python holds (`calls`)"),
-    "stochastic-depth": (with_layer(Depth), "(Depth) draws from a generator of Python's or NumPy's (`random`)"),
-    "scaled-at-random": (with_layer(Scaled), "(Scaled) draws from a generator of Python's or NumPy's (`rng`)"),
+    "loss-that-counts": (with_layer(Running), "The loss 'WarmLoss' changes Python state (`calls`)"),
+    "stochastic-depth": (with_layer(Depth), "(Depth) draws from a generator of Python or NumPy (`random`)"),
+    "scaled-at-random": (with_layer(Scaled), "(Scaled) draws from a generator of Python or NumPy (`rng`)"),
 }
 
 

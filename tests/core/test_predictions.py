@@ -166,7 +166,7 @@ def test_what_it_says(caplog):
         built(MODELS["labels"], strategy, {}).predict(X, verbose=0)
         assert "sees the whole batch" not in caplog.text
         built(MODELS["normed"], strategy, {}).predict(X, verbose=0)
-    assert "`Normed.predict_step` is not by rows (what it returns" in caplog.text
+    assert "`Normed.predict_step` mixes rows of the batch (what it returns" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Words, pytest.param(Pieces, marks=pytest.mark.slow)])

@@ -196,7 +196,7 @@ def test_a_loss_of_one_number_must_not_be_divided_too(caplog):
     loop.replicas_here, loop.metrics = 2, []
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         loop.run()
-    assert "divides it by the number of replicas too (`replicas_here`), remove that" in caplog.text
+    assert "also divides it by the number of replicas (`replicas_here`), remove that" in caplog.text
 
 
 @pytest.mark.slow

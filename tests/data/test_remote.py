@@ -111,7 +111,7 @@ def test_what_is_damaged_on_the_way_or_on_the_disk_is_fetched_anew(folder, serve
     asked = len(facts["requests"])
     with caplog.at_level("WARNING"):
         assert_same(epoch(remote(f"{url}/shards/", tmp_path)), expected)
-    assert "is damaged; fetching it anew" in caplog.text
+    assert "is damaged; fetching it again" in caplog.text
     assert len([request for request in facts["requests"][asked:] if request[1]]) == 2
     assert all(BlockCache(tmp_path / "cache", 1 << 30).get(*_named(block)) for block in blocks)
 

@@ -33,17 +33,17 @@ def test_another_file_is_one_plain_text(tmp_path):
 
 
 WRONG = {
-    "no JSON": ("{", "line 2 is no JSON"),
-    "a list": ("[1]", "line 2 is no JSON object"),
-    "unknown": ({"question": "?"}, "line 2 has none of the known forms. Received: question"),
+    "no JSON": ("{", "line 2 is not JSON"),
+    "a list": ("[1]", "line 2 is not a JSON object"),
+    "unknown": ({"question": "?"}, "line 2 has an unknown form. Received: question"),
     "no response": ({"prompt": "2 + 2?"}, "line 2 needs a 'response' with text. It is missing"),
     "no prompt": ({"response": "4"}, "line 2 needs a 'prompt' with text"),
     "empty text": ({"text": " "}, "line 2 needs a 'text' with text. Received: ' '"),
-    "a role": ({"messages": [{"role": "bot", "content": "x"}]}, "line 2, message 1: the role is one of system"),
+    "a role": ({"messages": [{"role": "bot", "content": "x"}]}, "line 2, message 1: the role must be one of system"),
     "no content": ({"messages": [{"role": "user"}]}, "line 2, message 1 needs a 'content'"),
     "unanswered": ({"messages": [ANSWERED, ASKED]}, "line 2: the last message must be the assistant's"),
     "no messages": ({"messages": []}, "Received: no messages"),
-    "messages of text": ({"messages": ["Hello"]}, "line 2: `messages` is a list of objects"),
+    "messages of text": ({"messages": ["Hello"]}, "line 2: `messages` must be a list of objects"),
 }
 
 
@@ -99,7 +99,7 @@ def test_a_plain_pair_is_the_prompt_and_the_response():
     [
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ unknown_name }}", "unknown_name"),
-        ("{{ messages[-1].content }}", "does not write the answer behind"),
+        ("{{ messages[-1].content }}", "does not put the answer after the prompt"),
         ("{% for m in messages %}", "refuses the messages"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages"),
     ],

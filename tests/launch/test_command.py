@@ -86,7 +86,7 @@ def test_help_shows_every_flag_with_its_default(tmp_path):
     text = re.sub(r"[\s│]+", " ", tfgpu("launch", "--help-all", cwd=tmp_path).stdout)
     for flag in ("-n", "--ps", "--max-restarts", "--startup-timeout", "--heartbeat-timeout", "--hosts", "--env"):
         assert f"{flag} " in text
-    for default in ("[1 each]", "[an equal share]", "[tfgpu-logs/<time>-<script>]", "[as here]", "[default: 60]"):
+    for default in ("[one on each]", "[an equal share]", "[tfgpu-logs/<time>-<script>]", "[as here]", "[default: 60]"):
         assert default in text
 
 

@@ -211,7 +211,7 @@ def test_a_layer_around_it_is_not_taken_for_one_that_mixes_rows(caplog):
     with tfgpu.strategies.mirrored(["CPU:0", "CPU:1"]).scope():
         made = around()
     assert_equal(one, expected, made, trained(made))
-    assert "looks at several rows" not in caplog.text
+    assert "mixes rows of the batch" not in caplog.text
 
 
 LAYOUTS = {

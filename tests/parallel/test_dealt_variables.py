@@ -223,10 +223,10 @@ def test_the_log_says_what_travels(caplog):
         model = shard(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(4)]), stage=2)
         model.compile(keras.optimizers.Muon(0.01), "mse")
         build(model)
-    assert "Muon looks at whole variables: 2 of 4 are dealt to owners" in caplog.text
+    assert "Muon uses whole variables: 2 of 4 get an owner each" in caplog.text
     assert [sum(np.prod(copy.shape) > 0 for copy in v.value.values) for v in slots(model, "momentum")] == [1, 2, 1, 2]
     with model.distribute_strategy.scope():
         model.compile(NormedTogether(0.01), "mse")
         build(model)
-    assert "NormedTogether looks at all variables at once" in caplog.text
+    assert "NormedTogether uses all variables at once" in caplog.text
     assert tfgpu.parallel.memory_by_device(model)["CPU:2"]["pieces"] == 4 * (2 * 16 + 2 * 4)

@@ -279,10 +279,10 @@ def compiled_with(optimizer):
     ("call", "words"),
     [
         (lambda: apply(model(), mesh(expert=3)), "has 4 experts, which 3 devices do not divide .3 or 6 would fit"),
-        (lambda: apply(model(), mesh(expert=2, tensor=2)), "goes with `data` alone.*Leave out `tensor`, or `expert`"),
-        (lambda: apply(model(), mesh(expert=2, pipeline=2)), "Leave out `pipeline`, or `expert`"),
-        (lambda: apply(model(), mesh(expert=2, sequence=2)), "Leave out `sequence`, or `expert`"),
-        (lambda: apply(model(), mesh(data=2, expert=2), zero=1), "Leave out `zero`, or `expert`"),
+        (lambda: apply(model(), mesh(expert=2, tensor=2)), "combines with `data` only.*Remove `tensor`, or `expert`"),
+        (lambda: apply(model(), mesh(expert=2, pipeline=2)), "Remove `pipeline`, or `expert`"),
+        (lambda: apply(model(), mesh(expert=2, sequence=2)), "Remove `sequence`, or `expert`"),
+        (lambda: apply(model(), mesh(data=2, expert=2), zero=1), "Remove `zero`, or `expert`"),
         (lambda: apply(model(), mesh(expert=2), microbatches=4), "`microbatches` describes a pipeline"),
         (lambda: apply(model(), mesh(expert=2), plan={"*": "column"}), "tfgpu.parallel.register_plan"),
         (

@@ -247,13 +247,16 @@ def trained_around():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: pipeline(output_of_other_rows(), 2, 2, cuts=["last"]), "has other rows than the batch"),
+        (
+            lambda path: pipeline(output_of_other_rows(), 2, 2, cuts=["last"]),
+            "has another number of rows than the batch",
+        ),
         (lambda path: pipeline(with_sparse_input(), 2, 2, cuts=["last"]), "is sparse or ragged"),
         (lambda path: placed().add(layers.Dense(2)), "Call `add` and `pop` before"),
         (lambda path: pipeline(in_a_row(), 2, 2).pop(), "Call `add` and `pop` before"),
         (saved_as_h5, "ends with .keras or .weights.h5"),
         (lambda path: placed_around(), "or a model within it, was placed before"),
-        (lambda path: trained_around(), "the model that trains it here is not"),
+        (lambda path: trained_around(), "the model that trains it here was not"),
         (
             lambda path: trained(recompute(in_a_row(layers.SpectralNormalization(layers.Dense(8))), "layers"), 1),
             "is trainable, and its layer assigns it",
@@ -292,5 +295,5 @@ def test_a_layer_that_mixes_rows_within_a_spread_layer_gets_all(caplog):
     model = apply(made(within_a_layer), Mesh(data=2))
     with caplog.at_level("WARNING", logger="tfgpu"):
         assert_alike(model, one, trained(model, 1), trained(one, 1))
-    assert "'balanced' (Balanced) looks at several rows of a batch" in caplog.text
-    assert "its inputs travel in every step (256 bytes a step)" in caplog.text
+    assert "'balanced' (Balanced) mixes rows of the batch" in caplog.text
+    assert "its inputs are sent in every step (256 bytes a step)" in caplog.text

@@ -136,5 +136,5 @@ def test_a_time_that_is_none_is_refused(argument, value, tmp_path):
 
 def test_checkpoints_of_another_model_are_named(tmp_path):
     train(tmp_path, epochs=1)
-    with pytest.raises(tfgpu.InputError, match="this model has"):
+    with pytest.raises(tfgpu.InputError, match="does not fit this model"):
         evaluate_checkpoints(build(units=4), batches(), tmp_path, last_epoch=1)

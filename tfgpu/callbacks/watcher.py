@@ -125,7 +125,7 @@ class Watcher:
         self.stop()
         thread.join(timeout=_FINISH_S)
         if thread.is_alive():
-            _log.warning("The monitor's last sample has taken %.0f s: its last rows are not written.", _FINISH_S)
+            _log.warning("The monitor's last sample took more than %.0f s: its last rows are not written.", _FINISH_S)
         if self._server:
             self._server.close()
 

@@ -116,8 +116,8 @@ def _tell(found: Disks, directory: Path) -> None:
         _log.info("All %d workers write their parts of each checkpoint to %s, on one disk.", found.count, directory)
     else:
         _log.warning(
-            "%s is on %d disks of %d workers: each keeps its workers' parts of a checkpoint, so resuming needs all of "
-            "them. On a shared disk it needs that disk alone.",
+            "%s is on %d separate disks of %d workers, and resuming will need all of them. Use a shared disk if "
+            "machines can be replaced.",
             directory,
             disks,
             found.count,

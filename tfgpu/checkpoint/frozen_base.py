@@ -82,8 +82,8 @@ def check(memory: dict[str, Any], model: keras.Model, source: str) -> tuple[str,
     if differ:
         path = frozen[differ[0]].path if differ[0] in frozen else differ[0]
         raise InputError(
-            f"{source} has the adapters alone, of another base: {len(differ)} of {len(expected)} frozen weights "
-            f"differ, such as {path!r}. Load the weights that the run began with before `fit`."
+            f"{source} has only the adapters, for another base: {len(differ)} of {len(expected)} frozen weights "
+            f"differ, such as {path!r}. Before `fit`, load the weights that the run began with."
         )
     return tuple(expected)
 

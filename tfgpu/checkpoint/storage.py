@@ -161,7 +161,7 @@ def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None
             aside = path.with_name(path.name + ASIDE)
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(path, aside)
-            _log.warning("%s is not of this run, or damaged. It is now %s.", path, aside.name)
+            _log.warning("%s is damaged, or from another run. It was renamed to %s.", path, aside.name)
     for path in found(directory)[keep:]:
         if place_of(path) != (best, 0):
             _remove(path)

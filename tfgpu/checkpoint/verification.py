@@ -144,7 +144,7 @@ def _read(path: Path) -> storage.Snapshot:
 def _of_file(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a `.keras` or `.weights.h5` file by their place in it."""
     if path.suffix not in _FILES:
-        raise InputError(f"{path} is no .keras or .weights.h5 file, and the other is. Compare two of a kind.")
+        raise InputError(f"{path} is not a .keras or .weights.h5 file, but the other is. Compare two of the same kind.")
     try:
         if path.suffix == ".keras":
             with zipfile.ZipFile(path) as archive, archive.open(_WEIGHTS) as file:

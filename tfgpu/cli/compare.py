@@ -21,7 +21,7 @@ _NAME = 24
 @app.command(
     "compare",
     cls=screen.Command,
-    short_help="Compare runs; find where their weights part.",
+    short_help="Compare runs side by side, or their weights one by one.",
     help="Compare runs: print a table, and write a page with their curves (not with --json).",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -31,7 +31,7 @@ _NAME = 24
     ),
 )
 def compare(
-    runs: argument(list[Path], "RUN...", "Run directories."),
+    runs: argument(list[Path], "RUN", "Run directories."),
     output: option(Path, "The page; an existing file is replaced.", "--output", "-o", metavar="FILE") = Path(
         "compare.html"
     ),

@@ -1,4 +1,4 @@
-"""`tfgpu compare weights`: where two runs part."""
+"""`tfgpu compare weights`: the first difference between two runs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +16,8 @@ app = typer.Typer()
 @app.command(
     "compare weights",
     cls=screen.Command,
-    short_help="Print where two runs, checkpoints or files of weights part.",
-    help="Compare two runs, checkpoints or files of weights, and print where they part.",
+    short_help="Find the first difference between two runs, checkpoints or weights files.",
+    help="Compare two runs, checkpoints or weights files, and print the first difference.",
     epilog=(
         "Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.\n\n"
         "[bold]Examples[/]\n\n"

@@ -31,8 +31,8 @@ class Options:
     script: argument(
         list[str] | None,
         "SCRIPT",
-        "Instead: which pieces of this script's step see all rows. Which ones replicas compute by rows, why, and the "
-        "bytes that travel. It runs up to its first step; its own options follow --.",
+        "Check this script's training step instead. Shows which losses, metrics and layers need all rows, why, and the "
+        "bytes sent. The script runs to the end of its first step; its own options follow --.",
     ) = None
     as_json: AsJson = False
     json_to: JsonTo = None

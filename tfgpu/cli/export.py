@@ -16,8 +16,8 @@ app = typer.Typer()
 @app.command(
     "export",
     cls=screen.first("model", "path", "formats", "example", "check", "overwrite", "as_json", "json_to"),
-    short_help="Write a model as a SavedModel, ONNX or LiteRT.",
-    help="Write a trained model as a SavedModel, ONNX or LiteRT, and compare its outputs with the model's.",
+    short_help="Export a model as a SavedModel, ONNX or LiteRT.",
+    help="Export a trained model as a SavedModel, ONNX or LiteRT, and compare the outputs with the model's.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu export runs/digits served/digits/1\n\n"
@@ -27,7 +27,7 @@ app = typer.Typer()
 )
 def export(
     model: argument(Path, "MODEL", "A run directory, or a .keras file."),
-    path: argument(Path, "OUT", "The output; the format's suffix is added."),
+    path: argument(Path, "OUT", "Where to write; the format's suffix is added."),
     formats: option(
         list[str] | None, "savedmodel, onnx or litert; can be repeated [savedmodel].", "--format", metavar="NAME"
     ) = None,

@@ -51,10 +51,13 @@ def marked(text: str) -> str:
 
 
 RecipeName = argument(
-    str | None, "RECIPE", "A ready recipe (tfgpu train --list) or a YAML file. Flags override it.", show_default=False
+    str | None,
+    "RECIPE",
+    "A built-in recipe (tfgpu train --list) or a YAML file. Flags override it.",
+    show_default=False,
 )
 AllowCode = option(
-    bool, "Allow files to name functions to call (module:function), as flags may.", "--allow-code", panel="Run"
+    bool, "Allow recipe files to call functions (module:function), as flags may.", "--allow-code", panel="Run"
 )
 Debug = option(bool, "Show a traceback on failure (also TFGPU_DEBUG=1).", "--debug", panel="Run")
 AsJson = option(bool, "Print JSON instead of text.", "--json")

@@ -23,7 +23,7 @@ app = typer.Typer()
     ),
 )
 def build_kernel(
-    sources: argument(list[Path], "SOURCE...", "C++ files, and CUDA files (.cu).", exists=True, dir_okay=False),
+    sources: argument(list[Path], "SOURCE", "C++ files, and CUDA files (.cu).", exists=True, dir_okay=False),
     output: option(Path | None, "The library [libNAME.so beside the first].", "--output", "-o", metavar="FILE") = None,
     cuda: option(bool | None, "Require the CUDA files, or skip them [build them if nvcc is installed].") = None,
     arch: option(str, "nvcc's -arch: all-major, native, sm_90.", metavar="NAME") = "all-major",

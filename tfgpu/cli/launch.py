@@ -38,7 +38,7 @@ class Options:
     script: argument(str, "SCRIPT", "The Python file, before its own arguments.")
     arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None
     workers: option(
-        int | None, "Training processes, on all machines together [1 each].", "--workers", "-n", metavar="N"
+        int | None, "Training processes, on all machines together [one on each].", "--workers", "-n", metavar="N"
     ) = None
     parameter_servers: option(int, "Number of parameter servers, which also add a chief.", "--ps", metavar="N") = 0
     evaluator: option(bool, "Add a process that evaluates what the others save.", "--evaluator") = False

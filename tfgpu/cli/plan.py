@@ -64,8 +64,8 @@ class Options:
     host_bandwidth: _on(str | None, "Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE") = (
         None
     )
-    efficiency: _on(float, "Share of --flops reached while computing.") = timing.EFFICIENCY
-    headroom: _on(float, "Share of the memory to leave free.") = HEADROOM
+    efficiency: _on(float, "Fraction of --flops reached while computing.") = timing.EFFICIENCY
+    headroom: _on(float, "Fraction of the memory to leave free.") = HEADROOM
     limit: option(int, "Number of layouts to show.", panel="Output") = 10
     as_json: AsJson = False
     json_to: JsonTo = None

@@ -37,7 +37,7 @@ class Options:
     seconds: _steps(float | None, "Longest time to record [5].", min=0.01) = None
     whole: _steps(bool, "Run the script to its end after recording.", "--whole") = False
     nvtx: _steps(bool, "Mark the steps for nsys or ncu instead of recording them.", "--nvtx") = False
-    allow_code: _steps(bool, "Allow a recipe to name functions to call.", "--allow-code") = False
+    allow_code: _steps(bool, "Allow a recipe to call functions (module:function).", "--allow-code") = False
     output: option(Path | None, "The folder of the report [profile].", "--output", "-o", metavar="DIR") = None
     as_json: AsJson = False
     json_to: JsonTo = None
@@ -46,7 +46,7 @@ class Options:
 @app.command(
     "profile",
     cls=screen.first(*("target", "arguments", "skip", "calls", "seconds", "whole", "output", "as_json", "json_to")),
-    short_help="Say what limits a training: steps, input, pipeline.",
+    short_help="Find what limits training: steps, input or pipeline.",
     help="Profile a script, a recipe or a recorded trace: what limits the steps, and what to change.",
     epilog=(
         "[bold]Examples[/]\n\n"

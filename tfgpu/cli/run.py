@@ -23,7 +23,7 @@ def run_script(
     arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None,
     startup_timeout: option(
         str | None,
-        "Before SCRIPT: seconds to wait for the other processes of the cluster; 0 does not wait [60].",
+        "Seconds to wait for the other processes of the cluster; 0 does not wait [60]. Put it before SCRIPT.",
         metavar="SECONDS",
     ) = None,
 ) -> None:

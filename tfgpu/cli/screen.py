@@ -202,5 +202,5 @@ def _examples(console: Console, command: Any, ctx: Any, *, whole: bool, left: in
         for line in shown:
             console.print(f"  {line}", soft_wrap=True)
     if left and not whole:
-        kind = "options" if ctx.parent else "commands"
-        console.print(f"\n[dim]{ctx.command_path} {_ALL} shows {left} more {kind}.[/]")
+        kind = "option" if ctx.parent else "command"
+        console.print(f"\n[dim]{ctx.command_path} {_ALL} shows {left} more {kind}{'s' * (left > 1)}.[/]")

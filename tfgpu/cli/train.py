@@ -29,7 +29,7 @@ _run = functools.partial(option, panel="Run")
         *("resume", "dry_run", "listing"),
         data="digits, tfds:NAME, a folder, a file, or module:function.",
         model="cnn, resnet, vit, ResNet50, ..., or module:function.",
-        dry_run="Build all, train two steps, write nothing.",
+        dry_run="Build everything, train two steps, write nothing.",
     ),
     short_help="Train a model by a recipe: run directory, metrics, report.",
     help="Train a model, and write a run directory with the model, its metrics and a report.",
@@ -48,9 +48,9 @@ _run = functools.partial(option, panel="Run")
 @with_settings
 def train(
     name: RecipeName = None,
-    listing: _run(bool, "Show the ready recipes.", "--list") = False,
+    listing: _run(bool, "Show the built-in recipes.", "--list") = False,
     dry_run: _run(
-        bool, "Build all, train two steps and validate on synthetic data; write nothing.", "--dry-run"
+        bool, "Build everything, train two steps and validate on synthetic data; write nothing.", "--dry-run"
     ) = False,
     output: _run(Path | None, "The run directory [runs/<time>-<model>].", "--output", "-o", metavar="DIR") = None,
     allow_code: AllowCode = False,

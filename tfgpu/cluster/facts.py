@@ -164,5 +164,5 @@ def _check_task(cluster: Cluster) -> None:
     if cluster.task_index >= len(addresses):
         raise InputError(
             f"the task is {cluster.task_type} {cluster.task_index} (counted from 0), "
-            f"but `cluster` has {len(addresses)} of them."
+            f"but `cluster` has only {len(addresses)}."
         )

@@ -67,8 +67,8 @@ def _meet(strategy: tf.distribute.Strategy, run: step_blocks.Run) -> None:
             raise refuse(strategy, item, found)
         told = [f"{name} has {', '.join(each) or 'none'}" for name, each in zip(names(strategy), found, strict=True)]
         _log.info(
-            "Callbacks that are not the same on all workers: %s. They may write; if one changes the training, the "
-            "replicas will differ, and that is found.",
+            "Callbacks differ between workers: %s. This is fine if they only write files. If one changes the training, "
+            "replicas will differ, and `fit` will report it.",
             "; ".join(told),
         )
 
@@ -90,8 +90,8 @@ def _before_steps(strategy: tf.distribute.Strategy, run: step_blocks.Run, block:
     for item, found in differing(strategy, mine).items():
         if item == "first batch" and (changed := _changed_inputs(found)):
             _log.warning(
-                "The workers' first batches have the same labels and other %s. If the data is augmented at random, "
-                "draw alike on all workers to get one device's result; if the rows differ: %s",
+                "The workers' first batches have the same labels but different %s. If random augmentation causes this, "
+                "use the same seed on all workers to get one device's result. If the rows differ: %s",
                 ", ".join(changed),
                 _SAME_DATA,
             )

@@ -77,10 +77,10 @@ def stop(found: Difference, paths: Sequence[str], devices: int | None, step: int
     """The error that ends the training."""
     said = message(found, paths, devices, step, equal_at)
     return ReplicasDiffer(
-        f"{said} Something changes one copy alone: memory or a device that errs (see `tfgpu doctor`), or code that one "
-        "worker runs and the others do not, such as a callback. A `Checkpoint` is written only where all are equal: "
-        "start the same command again to resume from the newest. on_difference='chief' in `tfgpu.strategy` goes on "
-        "from the chief's weights instead.",
+        f"{said} Either memory or a device failed (see `tfgpu doctor`), or one worker runs code that the others do "
+        "not, such as a callback. A `Checkpoint` is written only if all are equal: start the same command again to "
+        "resume from the newest. To continue from the chief's weights instead, use "
+        "`tfgpu.strategy(on_difference='chief')`.",
         replicas=found.replicas,
         variable=paths[found.variables[0]],
         step=step,

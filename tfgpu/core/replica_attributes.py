@@ -127,29 +127,29 @@ def tell(
         shared: names of what all replicas of a process change, and see.
         is_eager: it runs in each step, not when a step is traced.
     """
-    seed = "Draw by `keras.random` with a `keras.random.SeedGenerator`."
+    seed = "Better use `keras.random` with a `keras.random.SeedGenerator`."
     if shared or (found.counts and not is_eager):
-        how = "each replica does so, and sees what the others have changed"
-        traced = "TensorFlow does so when it traces the step, not in each step, and how often is not as on one device"
+        how = "each replica does this, and sees the others' changes"
+        traced = "this happens when TensorFlow traces the step, not in each step"
         _log.warning(
-            "%s changes what Python holds (%s): %s, so what depends on it may differ. Count in a `tf.Variable`, or by "
-            "`optimizer.iterations`.",
+            "%s changes Python state (%s): %s, so results that depend on it may differ. Count in a `tf.Variable`, or "
+            "use `optimizer.iterations`.",
             name,
             _listed(shared or found.counts),
             how if is_eager else traced,
         )
     if found.generators and not is_eager:
         _log.warning(
-            "%s draws from a generator of Python's or NumPy's (%s), which TensorFlow does when it traces the step, and "
-            "not in each step: all steps get the same numbers, and they may be others than on one device. %s",
+            "%s draws from a generator of Python or NumPy (%s). This happens when TensorFlow traces the step, not in "
+            "each step: all steps get the same numbers, perhaps others than on one device. %s",
             name,
             _listed(found.generators),
             seed,
         )
     elif found.generators and replication.spans_processes(strategy):
         _log.warning(
-            "%s draws from a generator of Python's or NumPy's (%s), of which each worker has its own. Give it the same "
-            "seed on all of them. %s",
+            "%s draws from a generator of Python or NumPy (%s), and each worker has its own. Seed it equally on all "
+            "workers. %s",
             name,
             _listed(found.generators),
             seed,

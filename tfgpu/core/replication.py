@@ -73,8 +73,8 @@ def check_is_replicated(variable: keras.Variable | tf.Variable) -> None:
     if isinstance(variable, keras.Variable) and not variables.has_copies(variable):
         raise InputError(
             f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would change one copy. "
-            "Create its layer, metric or optimizer in the scope, `with model.distribute_strategy.scope():` (or, for a "
-            "layer that should not train, set `trainable = False`)."
+            "Create its layer, metric or optimizer in the scope, `with model.distribute_strategy.scope():`. For a "
+            "layer that should not train, you can set `trainable = False` instead."
         )
 
 
@@ -87,7 +87,7 @@ def check_is_not_replicated(trained: Iterable[keras.Variable]) -> None:
     for variable in trained:
         if variables.has_copies(variable):
             raise InputError(
-                f"The variable {variable.path!r} is of a model that was made in a strategy's scope, or spread over "
-                "devices, and the model that trains it here is not. Make that one in the same scope, or spread it: "
-                "first the whole model, then `parallel.place` and the like."
+                f"The variable {variable.path!r} belongs to a model made in a strategy's scope, or placed on several "
+                "devices, but the model that trains it here was not. Make both in the same scope, or build the whole "
+                "model first and then call `parallel.place` or the like on it."
             )

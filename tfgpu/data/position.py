@@ -106,7 +106,7 @@ class Epochs:
         epoch, step = whole_number("epoch", epoch, minimum=0), whole_number("step", step, minimum=0)
         if step and not self._counter.begins_anywhere:
             raise InputError(
-                f"Batches of this source are made one after another. Received: step={step}. Leave them out yourself: "
+                f"Batches of this source are made one after another. Received: step={step}. Skip them yourself: "
                 "itertools.islice(data.train, step, None)."
             )
         self._counter.next, self._counter.step = epoch, step

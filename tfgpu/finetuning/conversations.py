@@ -74,13 +74,13 @@ def read(path: str | Path) -> list[Record]:
 
 def _content(path: Path) -> str:
     if not path.is_file():
-        raise InputError(f"There is no file {str(path)!r}. Give --data a .jsonl file or a plain text.")
+        raise InputError(f"There is no file {str(path)!r}. Give --data a .jsonl file or a text file.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as UTF-8: {error}. Convert it: iconv -t utf-8.") from error
     if not text.strip():
-        raise InputError(f"{path} is empty. Give --data a file with a record a line, or a plain text.")
+        raise InputError(f"{path} is empty. Give --data a file with one record per line, or a text file.")
     return text
 
 
@@ -88,9 +88,9 @@ def _record(line: str, where: str, number: int) -> Record:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{where} is no JSON: {error}. Write one object a line, such as {_FORMS}.") from None
+        raise InputError(f"{where} is not JSON: {error}. Write one object per line, such as {_FORMS}.") from None
     if not isinstance(found, Mapping):
-        raise InputError(f"{where} is no JSON object. Received: {type(found).__name__}. Write {_FORMS}.")
+        raise InputError(f"{where} is not a JSON object. Received: {type(found).__name__}. Write {_FORMS}.")
     if "messages" in found:
         return Record(number, messages=_messages(found["messages"], where))
     if "prompt" in found or "response" in found:
@@ -98,7 +98,7 @@ def _record(line: str, where: str, number: int) -> Record:
         return Record(number, messages=(("user", pair[0]), ("assistant", pair[1])), is_pair=True)
     if "text" in found:
         return Record(number, _filled(found, "text", where))
-    raise InputError(f"{where} has none of the known forms. Received: {', '.join(found) or 'nothing'}. Write {_FORMS}.")
+    raise InputError(f"{where} has an unknown form. Received: {', '.join(found) or 'nothing'}. Write {_FORMS}.")
 
 
 def _filled(found: Mapping[str, Any], name: str, where: str) -> str:
@@ -111,18 +111,20 @@ def _filled(found: Mapping[str, Any], name: str, where: str) -> str:
 
 def _messages(found: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
-        raise InputError(f"{where}: `messages` is a list of objects with a role and a content. Received: {found!r}.")
+        raise InputError(
+            f"{where}: `messages` must be a list of objects with a role and a content. Received: {found!r}."
+        )
     messages = []
     for at, message in enumerate(found, start=1):
         if message.get("role") not in ROLES:
             raise InputError(
-                f"{where}, message {at}: the role is one of {', '.join(ROLES)}. Received: {message.get('role')!r}. "
-                "Rename it, or remove the message."
+                f"{where}, message {at}: the role must be one of {', '.join(ROLES)}. Received: "
+                f"{message.get('role')!r}. Rename it, or remove the message."
             )
         messages.append((message["role"], _filled(message, "content", f"{where}, message {at}")))
     if not messages or messages[-1][0] != "assistant":
         raise InputError(
-            f"{where}: the last message must be the assistant's, which is what is learned. Received: "
-            f"{messages[-1][0] if messages else 'no messages'}. Add the answer, or remove what nothing answers."
+            f"{where}: the last message must be the assistant's: that is what the model learns. Received: "
+            f"{messages[-1][0] if messages else 'no messages'}. Add the answer, or remove the message."
         )
     return tuple(messages)

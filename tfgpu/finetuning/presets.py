@@ -53,12 +53,12 @@ def find(folder: str | Path) -> Preset:
         )
     config = folder / "config.json"
     if not config.is_file():
-        raise InputError(f"{folder} has no config.json, so it is no preset. Give the folder that has it.")
+        raise InputError(f"{folder} has no config.json, so it is not a preset. Give the folder that has one.")
     try:
         facts = json.loads(config.read_text(encoding="utf-8"))
         is_kerashub = "registered_name" in facts
     except (ValueError, TypeError) as error:
-        raise InputError(f"{config} is no JSON object: {error}. Copy it again.") from None
+        raise InputError(f"{config} is not a JSON object: {error}. Copy it again.") from None
     if not is_kerashub and "model_type" not in facts:
         raise InputError(f"{config} is neither of KerasHub nor of Hugging Face's transformers. Give another folder.")
     _check_files(folder, is_kerashub)

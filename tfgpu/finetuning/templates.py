@@ -75,8 +75,8 @@ class Template:
             whole = self._rendered(record.messages[: at + 1], False, where)
             if not whole.startswith(before) or not before.startswith(done):
                 raise InputError(
-                    f"{where}: the template {self.name} does not write the answer behind what it writes to ask for it, "
-                    "so what is learned cannot be told from the prompt. Use --template chatml, or plain."
+                    f"{where}: the template {self.name} does not put the answer after the prompt, so the tokens to "
+                    "learn cannot be told from the prompt's. Use --template chatml, or plain."
                 )
             found += [(before[len(done) :], False), (whole[len(before) :], True)]
             done = whole
@@ -135,7 +135,7 @@ def _of_folder(folder: Path) -> str | None:
     try:
         found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     except (ValueError, AttributeError) as error:
-        raise InputError(f"{config} is no JSON object: {error}. Copy it again.") from None
+        raise InputError(f"{config} is not a JSON object: {error}. Copy it again.") from None
     if isinstance(found, list):  # several by name
         found = next((each["template"] for each in found if each.get("name") == "default"), None)
     return found

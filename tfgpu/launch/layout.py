@@ -141,7 +141,8 @@ def _gpu_shares(job: Job, workers: Sequence[Task], place: Place) -> dict[Task, d
     if size * len(workers) > len(place.gpus):
         raise InputError(
             f"{_where(place)} has {len(place.gpus)} GPU(s); {len(workers)} workers with --gpus-per-worker {size} need "
-            f"{size * len(workers)}. Lower one of them."
+            f"{size * len(workers)}. Start fewer workers, give each fewer GPUs, or train on the CPU with "
+            "--gpus-per-worker 0."
         )
     return {
         task: {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[at * size : (at + 1) * size])}

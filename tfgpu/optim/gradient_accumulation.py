@@ -71,7 +71,7 @@ def _total(optimizer, accumulator) -> tf.Tensor:
             total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, own, "/device:CPU:0", options)
     except tf.errors.DeadlineExceededError:
         raise MachineError(
-            "Accumulated gradients are spread over all workers, but the other workers did not save within "
+            "Accumulated gradients are held by all workers, but the other workers did not save within "
             f"{SAVE_TIMEOUT_S} s. Let every worker call `save` (only the chief writes), or save right after an update."
         ) from None
     return travel.from_sum(strategy.experimental_local_results(total)[0], accumulator.dtype)

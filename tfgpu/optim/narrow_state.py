@@ -193,12 +193,12 @@ def with_state_dtype(optimizer: keras.optimizers.Optimizer, dtype: str = "int8")
         raise unknown("dtype", dtype, tuple(_CODES))
     if isinstance(optimizer, (LossScaleOptimizer, MultiOptimizer)):
         raise InputError(
-            f"{type(optimizer).__name__} has other optimizers within. Give each of those to `with_state_dtype`."
+            f"{type(optimizer).__name__} contains other optimizers. Give each of those to `with_state_dtype`."
         )
     if optimizer.built:
-        raise InputError("The optimizer is already built: its slots are there. Give a new one.")
+        raise InputError("The optimizer is already built. Give a new one.")
     if isinstance(optimizer, NarrowState):
-        raise InputError(f"The optimizer keeps its state in {optimizer.state_dtype} already. Give the stock one.")
+        raise InputError(f"The optimizer already keeps its state in {optimizer.state_dtype}. Give Keras's own.")
     kind = type(optimizer)
     cls = extended(kind, NarrowState, prefix="Narrow", saved_as="NarrowState")
     made = kind.from_config.__func__(cls, dict(optimizer.get_config()))
@@ -214,7 +214,7 @@ def _whole_size(variable) -> int:
         return int(np.prod(variable.shape))
     if not info.sharding.over_replicas or getattr(info.sharding, "is_in_shape", False):
         raise InputError(
-            f"{info.path!r} is cut along an axis, where blocks of its slots would be others than on one device. Use "
+            f"{info.path!r} is split along an axis, so blocks of its slots would differ from one device's. Use "
             "the optimizer without `with_state_dtype`, or a layout without tensor or expert parallelism."
         )
     return int(np.prod(info.sharding.sizes))

@@ -77,7 +77,7 @@ def check() -> None:
     if cluster.is_multi_worker and remote_devices.connection() is None:
         raise InputError(
             f"This is one of {cluster.size} processes, and each would train its own model. Call "
-            "`tfgpu.parallel.connect()` at the top of the script to spread one model over all of them, or set "
+            "`tfgpu.parallel.connect()` at the top of the script to put one model on all of them, or set "
             "TF_CONFIG='{}' to make the processes independent."
         )
 

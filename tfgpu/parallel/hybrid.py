@@ -118,7 +118,7 @@ def _check_zero(zero: int, mesh: Mesh) -> None:
 def _check_sequence(mesh: Mesh, zero: int) -> None:
     if mesh.sequence > 1 and (mesh.pipeline > 1 or mesh.tensor > 1 or zero):
         raise InputError(
-            f"`sequence` goes with `data` alone, without `zero`. Received: {mesh}, zero={zero}. Leave out `pipeline`, "
+            f"`sequence` combines with `data` only, without `zero`. Received: {mesh}, zero={zero}. Remove `pipeline`, "
             "`tensor` and `zero`, or `sequence`."
         )
 
@@ -129,7 +129,7 @@ def _check_expert(mesh: Mesh, zero: int, settings: Mapping) -> None:
     others = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(mesh, axis) > 1]
     if others or zero:
         raise InputError(
-            f"`expert` goes with `data` alone, without `zero`. Received: {mesh}, zero={zero}. Leave out "
+            f"`expert` combines with `data` only, without `zero`. Received: {mesh}, zero={zero}. Remove "
             f"{', '.join(f'`{each}`' for each in others or ['zero'])}, or `expert`."
         )
     given = [name for name, value in settings.items() if value is not None]
@@ -151,7 +151,7 @@ def _along_expert(model: keras.Model, mesh: Mesh, plan) -> keras.Model:
 
 def _check_built(model: keras.Model) -> None:
     if not model.built:
-        raise InputError(f"{model.name!r} is not built. Call it on a batch, or give it an `Input`, and then spread it.")
+        raise InputError(f"{model.name!r} is not built. First call it on a batch, or give it an `Input`.")
 
 
 def _along_sequence(model: keras.Model, mesh: Mesh) -> keras.Model:

@@ -185,8 +185,8 @@ def forbid_layer_changes(model: keras.Sequential) -> None:
 
     def refuse(*args, **kwargs):
         raise InputError(
-            f"{model.name!r} is spread over devices, so its layers are fixed. Call `add` and `pop` before spreading "
-            "it, or build a new model from the layers of the file that `save` writes."
+            f"{model.name!r} is on several devices, so its layers are fixed. Call `add` and `pop` before that, "
+            "or build a new model from the layers of the file that `save` writes."
         )
 
     for name in ("add", "pop"):

@@ -48,7 +48,7 @@ def safetensors_in(path: Path) -> list[Path]:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         files = [path.parent / name for name in names if Path(name).name == name]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no index of safetensors files: {error}. Copy it again.") from error
+        raise InputError(f"{path} is not an index of safetensors files: {error}. Copy it again.") from error
     absent = [file.name for file in files if not file.is_file()]
     if absent or not files or len(files) < len(names):
         raise InputError(f"{path} lists files that are not beside it: {', '.join(absent or names)}. Copy them there.")
@@ -95,7 +95,7 @@ class _Safetensors:
             kind = _DTYPES.get(view.get_dtype())
             if kind is None:
                 raise InputError(
-                    f"{self._path} has {name!r} as {view.get_dtype()}, which is no dtype of NumPy. Convert the file."
+                    f"{self._path} has {name!r} as {view.get_dtype()}, which NumPy does not have. Convert the file."
                 )
             dtype = np.dtype(tf.as_dtype(kind).as_numpy_dtype)
             yield (

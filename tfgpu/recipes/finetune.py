@@ -148,7 +148,7 @@ def _names(task: keras.Model, what: Recipe) -> tuple[str, ...] | None:
     found = graph.packed_inputs(task)
     if found is None:
         _log.warning(
-            "%s takes no mask that keeps packed sequences apart: each sequence has a row of its own, padded.",
+            "%s takes no mask that keeps packed sequences apart, so each sequence gets a separate, padded row.",
             type(task).__name__,
         )
     return found

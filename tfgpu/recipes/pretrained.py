@@ -37,23 +37,23 @@ class Pretrained(BaseModel):
     layout: Literal["auto", "one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor"] = setting(
         "auto",
         "Pretrained",
-        "How to lay the model out over the devices; `auto`: mirrored, or one where there is one device.",
+        "Layout of the model on the devices; `auto`: mirrored, or `one` on a single device.",
     )
     microbatches: int | None = setting(
-        None, "Pretrained", "Parts of a batch in a pipeline. Default: 4 per stage.", ge=1
+        None, "Pretrained", "Micro-batches of a batch in a pipeline. Default: 4 per stage.", ge=1
     )
     packing: bool = setting(
-        True, "Pretrained", "Pack several sequences into a row where the model can keep them apart; else pad each."
+        True, "Pretrained", "Pack several sequences into one row if the model can keep them apart; else pad each."
     )
     template: str = setting(
         "auto",
         "Pretrained",
-        "The chat template: plain, chatml, gemma, llama3 or a file of Jinja; `auto` takes the preset's own, else the "
-        "one whose tokens the vocabulary has, else plain.",
+        "The chat template: plain, chatml, gemma, llama3 or a file of Jinja; `auto`: the preset's own, else one whose "
+        "tokens are in the vocabulary, else plain.",
         min_length=1,
     )
-    samples: int = setting(3, "Pretrained", "Prompts of the test part to continue for the report.", ge=0)
-    sample_tokens: int = setting(32, "Pretrained", "The most tokens to write for each of them.", ge=1)
+    samples: int = setting(3, "Pretrained", "Number of test prompts to complete in the report.", ge=0)
+    sample_tokens: int = setting(32, "Pretrained", "Maximum number of tokens in each completion.", ge=1)
 
 
 def check(what: Any, defaults: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class Recipe(pretrained.Pretrained):
     task: Task = _field(
         None,
         "Data",
-        "What labels are: `classification` or `regression`, or one for each named target, such as "
+        "What to predict: `classification` or `regression`, or one of them for each named target, such as "
         "`price=regression,kind=classification`. Default: taken from the data; whole numbers and texts are classes.",
     )
     augment: Stages = _field(
@@ -87,20 +87,20 @@ class Recipe(pretrained.Pretrained):
         None,
         "Data",
         "Bytes per text, which is truncated or padded, or per sequence of a corpus; default: 256. Tokens per row with "
-        "`preset`; default: 1024, or the model's positions if these are fewer.",
+        "`preset`; default: 1024, or the model's number of positions if it is smaller.",
         ge=2,
     )
     classes: int | None = _field(
         None, "Data", "Number of classes; only checked, and used by `--dry-run`. Default: taken from the data.", ge=2
     )
     label_smoothing: float = _field(
-        0.0, "Data", "Share of a training label to spread evenly over all classes.", ge=0, lt=1
+        0.0, "Data", "Fraction of a training label to spread evenly over all classes.", ge=0, lt=1
     )
     validation: float = _field(
-        0.0, "Data", "Share of the examples to use for validation; of `digits` 0.1 by default.", ge=0, lt=1
+        0.0, "Data", "Fraction of the examples to use for validation; for `digits` 0.1 by default.", ge=0, lt=1
     )
     test: float = _field(
-        0.0, "Data", "Share of the examples to use for the final test; of `digits` 0.2 by default.", ge=0, lt=1
+        0.0, "Data", "Fraction of the examples to use for the final test; for `digits` 0.2 by default.", ge=0, lt=1
     )
     skip_corrupt: bool = _field(False, "Data", "Skip examples that cannot be read, and report their number.")
     balance: Literal["none", "oversample", "undersample", "weights"] = _field(
@@ -117,7 +117,7 @@ class Recipe(pretrained.Pretrained):
         "Where to keep decoded examples; `auto`: in memory if they fit, else in `--cache-directory` if it is set.",
     )
     cache_directory: str | None = _field(None, "Input", "A folder for decoded examples, which later runs reuse.")
-    memory_bytes: int = _field(1 << 30, "Input", "The most bytes of decoded examples to keep in memory.", ge=0)
+    memory_bytes: int = _field(1 << 30, "Input", "Maximum bytes of decoded examples to keep in memory.", ge=0)
     parallel_calls: int | None = _field(
         None, "Input", "Number of examples to decode in parallel. Default: tuned while running.", ge=1
     )
@@ -169,8 +169,8 @@ class Recipe(pretrained.Pretrained):
     deterministic: bool = _field(
         False,
         "Hardware",
-        "Use only operations that repeat bit for bit on GPUs too: slower, and an error if an operation cannot. CPUs "
-        "repeat without it.",
+        "Use only deterministic operations on GPUs: slower, and an error if an operation has no such version. On CPUs "
+        "all are deterministic.",
     )
     recompute: bool = _field(
         False,
@@ -259,7 +259,7 @@ class Recipe(pretrained.Pretrained):
     decay: Literal["auto", "all", "kernels"] = _field(
         "auto",
         "Optimizer",
-        "Which weights decay: all, or kernels only, without biases and normalization scales; `auto`: the optimizer's "
+        "Which weights decay: all, or only kernels, not biases and normalization scales; `auto`: the optimizer's "
         "default.",
     )
     clip_norm: float | None = _field(

@@ -125,7 +125,7 @@ def _trained_biases(model: keras.Model, found: Sequence[lora_layers.LoraLayer]) 
     paths = [v.path for v in others if id(getattr(v, "shards", [v])[0]) not in known]
     if paths:
         raise InputError(
-            f"PEFT's file holds LoRA alone, and {len(paths)} other weights train, such as {paths[0]!r}. Freeze them "
+            f"A PEFT file holds only LoRA, but {len(paths)} other weights train, such as {paths[0]!r}. Freeze them "
             "(`backbone.enable_lora` does), or use format='keras', which holds them too."
         )
     return biases

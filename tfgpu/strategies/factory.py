@@ -54,49 +54,46 @@ def strategy(
     outer: Outer = None,
     cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
-    """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
+    """Makes a strategy by its name; `"auto"` chooses by the cluster and the devices.
 
     `auto` is `parameter_server` if the cluster has parameter servers, `multi_worker` if it has several workers, else
-    `mirrored` for several devices and `one_device` for one. An evaluator process gets a strategy of its own devices.
+    `mirrored` for several devices and `one_device` for one. An evaluator process gets a strategy for its own devices.
 
     Args:
         kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"` or `"averaging"`.
-        devices: `None`, all GPUs, or all logical CPU devices if there is no GPU; a number, the first so many of them;
-            or names such as `["GPU:0", "GPU:1"]`.
+        devices: `None` for all GPUs, or all logical CPU devices if there is no GPU; a number to use only the first
+            ones; or names such as `["GPU:0", "GPU:1"]`.
         all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical"`,
             `"hierarchical_copy"` or `"reduction_to_one_device"`. The table in `tfgpu.strategies` says which applies
             where.
-        bytes_per_pack: bytes of gradients in one collective; 0 puts all into one. Several can start while the backward
-            pass still computes the rest. `None` is 32 MiB on GPUs, and one pack on CPUs.
-        reduce_dtype: `"float16"` or, not between GPUs that use NCCL, `"bfloat16"`: gradients travel in it, half the
-            bytes, for slow networks. Each replica's part is rounded before the sum, so the result is no longer that of
-            one device: by about 1e-3 (float16) or 1e-2 (bfloat16) of a gradient. Float16 overflows above 65,504: use it
-            with loss scaling.
-        top_k: the fraction of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its
-            largest numbers and their positions; the rest waits for the next steps (`docs/guides/averaging.md`). The
-            result is no longer that of one device.
-        batch_norm: `"global"`, where BatchNormalization takes mean and variance over the whole batch, as on one device,
-            in two collectives a layer; or `"replica"`, over each replica's own rows, as most multi-GPU recipes do: no
-            collectives, and a result that is no longer that of one device.
-        unproven: what becomes of code of your own of which cannot be tried whether it gives each row its own number:
-            `"gather"`, it is computed on all rows, as on one device, and they are sent; `"refuse"`, an error that names
-            it before the first step; or `"warn"`, each replica computes it from its own rows, and the result may not be
-            one device's.
+        bytes_per_pack: bytes of gradients in one collective; 0 puts all into one. Several packs can start while the
+            backward pass still runs. `None`: 32 MiB on GPUs, one pack on CPUs.
+        reduce_dtype: `"float16"` or, except between GPUs that use NCCL, `"bfloat16"`, to send gradients in half the
+            bytes. Each replica's gradients are rounded before the sum, so the result differs from one device's, by
+            about 1e-3 (float16) or 1e-2 (bfloat16) of a gradient. Float16 overflows above 65,504: use loss scaling.
+        top_k: the fraction of each gradient that a replica sends, above 0 and up to 1, such as 0.01: the largest
+            numbers and their positions. The rest is added to the next step's gradient (`docs/guides/averaging.md`).
+            The result differs from one device's.
+        batch_norm: `"global"`: BatchNormalization uses the whole batch, as on one device, with two collectives per
+            layer. `"replica"`: it uses each replica's rows, as most multi-GPU recipes do, without collectives; the
+            result differs from one device's.
+        unproven: what to do with your own code if tfgpu cannot try whether it mixes rows of the batch. `"gather"`:
+            compute it on all rows, as one device does, and send them. `"refuse"`: raise an error before the first step.
+            `"warn"`: compute it on each replica's rows, so the result may differ from one device's.
         check_replicas: how often `fit` compares the weights and optimizer states of all replicas, bit by bit: `"auto"`,
-            as often as takes at most 1 % of the time; a number of steps, such as 1; or `"off"`. A `Checkpoint` is
-            compared before it is written, except with `"off"`. See `docs/guides/checkpoints.md`.
-        on_difference: what becomes of a difference: `"stop"`, an error that names the replica and the variable; or
-            `"chief"`, a warning, and all go on from the chief's values.
-        python_data: how several workers read a `PyDataset` or a generator: `"deal"`, each batch is made by one worker,
-            which sends the others their rows (`docs/guides/data.md`); or `"everywhere"`, every worker makes whole
-            batches.
+            within 1 % of the training time; after this number of steps; or `"off"`. A `Checkpoint` compares before it
+            writes, except with `"off"`. See `docs/guides/checkpoints.md`.
+        on_difference: what to do if replicas differ: `"stop"` raises an error that names the replica and the variable;
+            `"chief"` warns, and all continue from the chief's values.
+        python_data: how several workers read a `PyDataset` or a generator. `"deal"`: one worker makes each batch and
+            sends the others their rows (`docs/guides/data.md`). `"everywhere"`: every worker makes whole batches.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
-        A `tf.distribute.Strategy`. In a worker or a parameter server of `parameter_server` it does not return: the
-        process serves until the chief is gone, and ends.
+        A `tf.distribute.Strategy`. In a worker or a parameter server of `parameter_server` the call does not return:
+        the process serves until the chief ends.
 
     Raises:
         InputError: an unknown name, more devices than exist, or an option that does not apply.

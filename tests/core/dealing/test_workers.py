@@ -97,7 +97,7 @@ os._exit(0)
     [
         ("raises", 3, r"Batch 7 of `Batches` cannot be made on worker 1 \(.*\): ValueError: a bad picture"),
         ("differ", 2, r"`x` of batch 0 of `Batches` is not the same on worker 1 .* as on worker 0"),
-        ("wrong", 2, r"`Fixed.rows` gives other rows of batch 0 than `__getitem__`: the first array .* is `y`"),
+        ("wrong", 2, r"`Fixed.rows` and `__getitem__` return different rows of batch 0: the first array .* is `y`"),
     ],
 )
 def test_all_end_with_one_error(together, case, workers, words):

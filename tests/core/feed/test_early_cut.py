@@ -232,10 +232,13 @@ def test_the_order_of_the_epochs_is_that_of_the_dataset():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (WHOLE["map before the shuffle"], "map (function), map (<lambda>), shuffle, batch. The last that it cannot"),
+        (
+            WHOLE["map before the shuffle"],
+            "map (function), map (<lambda>), shuffle, batch. The last that workers cannot",
+        ),
         (
             WHOLE["seeded"],
-            "from_tensor_slices, map (<lambda>), batch. The last that it cannot share is `map (<lambda>)`",
+            "from_tensor_slices, map (<lambda>), batch. The last that workers cannot share is `map (<lambda>)`",
         ),
         (WHOLE["mixes rows"], "is `map (mixed)`. Its function is not known to give each row"),
         (
@@ -269,7 +272,9 @@ def test_what_every_worker_runs_is_said_with_its_cost(rows, buffer, name, caplog
     assert costs.measure(whole, 1, None, note.stages, rows // 5).share == 1
     with caplog.at_level("INFO", logger="tfgpu"):
         note.tell(found)
-    assert f" They take {found}. The last that it cannot share is `shuffle`. It decides which elements" in caplog.text
+    assert (
+        f" They take {found}. The last that workers cannot share is `shuffle`. It decides which elements" in caplog.text
+    )
     options = tf.data.Options()
     options.autotune.enabled = False
     silent = iter(dataset.with_options(options))

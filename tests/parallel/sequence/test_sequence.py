@@ -58,7 +58,7 @@ def test_a_device_keeps_a_part_of_the_activations():
     ("mesh", "length", "message"),
     [
         (Mesh(sequence=3), 16, "16 positions does not divide into 3 parts. Use a length of 15 or 18"),
-        (Mesh(sequence=2, tensor=2), 16, "`sequence` goes with `data` alone"),
+        (Mesh(sequence=2, tensor=2), 16, "`sequence` combines with `data` only"),
     ],
     ids=("length", "axes"),
 )

@@ -194,10 +194,10 @@ class SharedPyDataset:
         ):
             if ours.shape != theirs.shape or ours.tobytes() != theirs.tobytes():
                 raise InputError(
-                    f"`{self._spec.name}.rows` gives other rows of batch {index} than `__getitem__`: the first array "
-                    f"that differs is `{name}` ({_told(ours, theirs)}). `rows(index, start, stop)` must return these "
-                    "rows of the batch to the bit. If `__getitem__` draws random numbers, draw them from a seed that "
-                    "belongs to the row; or remove `rows`, and the workers take turns."
+                    f"`{self._spec.name}.rows` and `__getitem__` return different rows of batch {index}: the first "
+                    f"array that differs is `{name}` ({_told(ours, theirs)}). `rows(index, start, stop)` must return "
+                    "exactly these rows of the batch. If `__getitem__` draws random numbers, seed them by the row; or "
+                    "remove `rows`, and the workers take turns."
                 )
 
     @contextlib.contextmanager

@@ -69,8 +69,8 @@ class Note:
             return
         last = max((at for at, kind in enumerate(kinds) if kind not in _PASSED), default=len(kinds) - 1)
         _log.info(
-            "Every worker runs these stages of a dataset for all rows: %s.%s The last that it cannot share is `%s`. "
-            "%s.",
+            "Every worker runs these stages of a dataset for all rows: %s.%s The last that workers cannot share is "
+            "`%s`. %s.",
             ", ".join(stages),
             "" if cost is None else f" They take {cost}.",
             stages[last],

@@ -112,8 +112,8 @@ def refuse_seeds(strategy: tf.distribute.Strategy) -> InputError:
     told = "; ".join(f"{seed} on {name}" for name, seed in list(seeds.items())[:_MOST_NAMED])
     return InputError(
         f"The workers have set different seeds: {told}{'; ...' if len(seeds) > _MOST_NAMED else ''}. Every worker "
-        "makes rows of the same batches, so all must shuffle alike: otherwise some rows are skipped and "
-        "others read twice. Set the same seed on every worker; if each has its own data, set "
+        "makes rows of the same batches, so all must shuffle in the same way: otherwise some rows are skipped "
+        "and others read twice. Set the same seed on every worker; if each has its own data, set "
         "`experimental_distribute.auto_shard_policy` in the dataset's options to OFF."
     )
 

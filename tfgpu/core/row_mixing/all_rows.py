@@ -250,12 +250,12 @@ def _note(what: str, needs_all: bool, why: str, source: str, rows: tuple) -> ver
 def _told(what: str, found: Needs, rows: tuple) -> Needs:
     """Notes what was found, and says so where something travels."""
     needs_all = found in (Needs.ALL, Needs.ALL_GIVES_ROWS)
-    piece = _note(what, needs_all, "it is no mean over rows" if needs_all else "", verdicts.TRIED, rows)
+    piece = _note(what, needs_all, "it is not a mean over rows" if needs_all else "", verdicts.TRIED, rows)
     if needs_all:
         _log.warning(
-            "The %s is not a mean over the rows of a batch. So that it is what one device computes, each replica "
-            "gets the labels and outputs of all, in every step (%s). Where each row has a number of its own, let it "
-            "return those: nothing needs to travel then.",
+            "The %s is not a mean over the rows of a batch. To match one device, each replica gets the labels and "
+            "outputs of all replicas in every step (%s). If each row has its own loss, return one number per row: then "
+            "nothing is sent.",
             what,
             piece.traffic,
         )
@@ -269,16 +269,16 @@ def _of_unproven(what: str, trial: LossTrial, rows: tuple) -> Needs:
     if way == "refuse":
         verdicts.note(replace(piece, verdict=verdicts.REFUSED))
         raise InputError(
-            f"Whether the {what} is a mean over the rows of a batch could not be tried ({trial.why}), and the "
-            "strategy's `unproven` is 'refuse'. Let it return a number for each row and mark it with `tfgpu.by_rows`, "
-            "or mark it with `tfgpu.on_all_rows`."
+            f"The {what} could not be tried ({trial.why}), so it is unknown whether it is a mean over the rows of the "
+            "batch, and the strategy's `unproven` is 'refuse'. Return one number per row and mark it with "
+            "`tfgpu.by_rows`, or mark it with `tfgpu.on_all_rows`."
         )
     _log.warning(
-        "Whether the %s is a mean over the rows of a batch could not be tried (%s). Without knowing, each replica "
-        "computes it from %s. Mark it with `tfgpu.by_rows` or `tfgpu.on_all_rows`.",
+        "The %s could not be tried (%s), so it is unknown whether it is a mean over the rows of the batch. Each "
+        "replica computes it from %s. Mark it with `tfgpu.by_rows` or `tfgpu.on_all_rows`.",
         what,
         trial.why,
-        "its own rows" if way == "warn" else "the labels and outputs of all",
+        "its own rows" if way == "warn" else "the labels and outputs of all replicas",
     )
     return Needs.ITS_MEAN if way == "warn" else Needs.ALL_BY_SHAPE
 

@@ -26,18 +26,18 @@ Thing = TypeVar("Thing")
 
 
 def by_rows(thing: Thing) -> Thing:
-    """Says that a piece of code gives each row of a batch its own number, or a mean over the rows; it is not tried.
+    """Marks code that treats each row of a batch separately, or takes their mean; tfgpu then does not try it.
 
-    Each replica computes it from its own rows, and nothing travels. Where that is not true of the code, the result is
-    not one device's.
+    Each replica computes it from its own rows, and nothing is sent. If the code does mix rows, the result differs from
+    one device's.
 
     Args:
-        thing: a function, or a class or an instance of a layer, loss, metric or model. A class speaks for its
-            subclasses, an instance for itself alone.
+        thing: a function, or a class or an instance of a layer, loss, metric or model. Marking a class marks its
+            subclasses.
 
     Returns:
-        The same thing, so that this is a decorator too. What cannot hold a mark, such as a bound method, comes back as
-        a function that calls it.
+        The same thing, so you can use this as a decorator. For something that cannot hold a mark, such as a bound
+        method, a function that calls it.
 
     Raises:
         InputError: it cannot be called, such as a loss by its name.
@@ -53,9 +53,9 @@ def by_rows(thing: Thing) -> Thing:
 
 
 def on_all_rows(thing: Thing) -> Thing:
-    """Says that a piece of code compares rows of a batch, or counts them: it is computed on all rows, and not tried.
+    """Marks code that mixes rows of a batch: it is computed on all rows, and tfgpu does not try it.
 
-    Every replica gets the inputs of all and computes what one device does.
+    Every replica gets the inputs of all replicas and computes what one device does.
 
     Args:
         thing: as for `by_rows`.
@@ -77,11 +77,11 @@ def on_all_rows(thing: Thing) -> Thing:
 
 
 def gather(x: tf.Tensor) -> tf.Tensor:
-    """The rows of the whole batch, from a replica's rows, with the gradient that one device has.
+    """Gets the rows of the whole batch from a replica's rows, with one device's gradient.
 
-    For code of your own that compares rows, in `fit` and in a hand-written `strategy.run`. Every replica must call it,
-    outside `tf.cond` and loops. What is computed from the whole batch is the same on every replica: in a loop whose
-    gradients are summed over replicas, count it once (divide it by the number of replicas).
+    Use it in your own code that compares rows, in `fit` and in a hand-written `strategy.run`. Every replica must call
+    it, outside `tf.cond` and loops. All replicas compute the same from the whole batch: if your loop sums gradients
+    over replicas, divide the result by the number of replicas.
 
     Args:
         x: this replica's rows, [rows, ...], of any dtype but string; in `strategy.run`, of the batch that the first
@@ -93,7 +93,7 @@ def gather(x: tf.Tensor) -> tf.Tensor:
 
     Raises:
         InputError: a scalar; or a `strategy.run` without distributed arguments, or a condition, loop or tf.function in
-            it, where replicas cannot meet.
+            it, where replicas cannot communicate.
 
     Example:
         >>> gather(tf.constant([1.0, 2.0])).numpy()  # one device has all rows
@@ -113,7 +113,7 @@ def gather(x: tf.Tensor) -> tf.Tensor:
         )
     if not batch_rows.can_communicate():
         raise InputError(
-            "`tfgpu.gather` needs all replicas, which cannot meet here: in a `strategy.run` without distributed "
+            "`tfgpu.gather` needs all replicas, which cannot communicate here: in a `strategy.run` without distributed "
             "arguments, or in a tf.cond, a loop or a tf.function within one. Call it directly in the function that "
             "`strategy.run` runs, and give that the replicas' rows as arguments."
         )

@@ -40,8 +40,9 @@ def check_can_meet(named: str) -> None:
     is_apart = not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
     if is_apart or not batch_rows.can_communicate():
         raise InputError(
-            f"{named} needs all rows of a batch, and is called in a tf.cond, a loop or a tf.function, where replicas "
-            "cannot meet. Call it outside, or mark its class with `tfgpu.by_rows` if it may see one replica's rows."
+            f"{named} needs all rows of the batch, but is called in a tf.cond, a loop or a tf.function, where "
+            "replicas cannot communicate. Call it outside, or mark its class with `tfgpu.by_rows` if it may see one "
+            "replica's rows."
         )
 
 
@@ -72,9 +73,9 @@ def of_all_replicas(arguments: object, named: str) -> object:
     check_can_meet(named)
     if not can_travel(arguments):
         raise InputError(
-            f"{named} needs all rows of a batch, and its inputs are texts, ragged or sparse, which do not travel "
-            "between replicas. Turn them into dense numbers first, or mark its class with `tfgpu.by_rows` if each row "
-            "has its own result."
+            f"{named} needs all rows of the batch, but its inputs are strings, ragged or sparse, which cannot be sent "
+            "between replicas. Convert them to dense numbers first, or mark its class with `tfgpu.by_rows` if it "
+            "treats each row separately."
         )
     rows = with_rows(arguments)
     found = {id(leaf): _with_mask(leaf) for leaf in rows}

@@ -156,8 +156,8 @@ class Sandbox:
         if left:
             names = ", ".join(repr(getattr(each, "path", each.name)) for each in left[:3])
             raise InputError(
-                f"The code keeps variables that it makes in its first call ({names}) where tfgpu, which tries it "
-                "before the first step, cannot put back what was there. Make them before `fit`, within "
+                f"The code creates variables in its first call ({names}). tfgpu tries it before the first step, and "
+                "cannot remove them from where the code keeps them. Create them before `fit`, within "
                 "`strategy.scope()`, or keep them in an attribute of the model."
             )
 

@@ -169,7 +169,7 @@ class LayerTrial:
             try:
                 found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
             except Meets:
-                return Verdict(Needs.ITS_ROWS, "it brings the replicas' rows together by itself")
+                return Verdict(Needs.ITS_ROWS, "it combines the replicas' rows itself")
         verdict = found.verdict or Verdict(Needs.UNKNOWN, found.why or draws.TOO_MANY)
         changes = tuple(sorted(self._changes))
         generators, counts = tuple(self._kept.draws(changes)), tuple(self._kept.counts(changes))
@@ -277,7 +277,7 @@ class LayerTrial:
             if not comparison.is_close(
                 value, comparison.weighed([part.losses[at] for part in parts], shares), self._close
             ):
-                return "what it gives to `add_loss` is no mean over rows"
+                return "what it gives to `add_loss` is not a mean over rows"
         for at, value in enumerate(whole.values):
             if not comparison.are_rows(value, [part.values[at] for part in parts], places, self._close):
                 return "a row of its outputs depends on other rows"
@@ -318,7 +318,7 @@ class LayerTrial:
             if not comparison.agrees(
                 variable, start, one, several, shares, added=key in whole.added, close=self._close
             ):
-                return f"what it keeps in {variable.name!r} is no mean over rows"
+                return f"what it keeps in {variable.name!r} is not a mean over rows"
         for one, *several in zip(whole.plain, *(part.plain for part in parts), strict=True):
             if not all(comparison.is_close(one, each, self._close) for each in several):
                 return "what it keeps in a tf.Variable depends on how many rows it sees"

@@ -194,9 +194,9 @@ def _of_unproven(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Pi
     """What becomes of a layer that could not be tried."""
     if piece.verdict == verdicts.REFUSED:
         raise InputError(
-            f"{_named(layer)} could not be tried ({verdict.why}): does it give each row of a batch its own number? The "
-            "strategy's `unproven` is 'refuse'. Mark its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`, or use "
-            "`unproven='gather'`."
+            f"{_named(layer)} could not be tried ({verdict.why}), so it is unknown whether it mixes rows of the batch, "
+            "and the strategy's `unproven` is 'refuse'. Mark its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`, or "
+            "use `unproven='gather'`."
         )
     return Verdict(Needs.ITS_ROWS if piece.verdict == verdicts.BY_ROWS else Needs.ALL)
 
@@ -206,24 +206,24 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
     named = _named(layer)
     if verdict.needs is Needs.ITS_ROWS and verdict.why == "random":
         _log.warning(
-            "%s draws random numbers by row that are not Keras's, so each replica draws others than one device. Use "
-            "`keras.random` with a `keras.random.SeedGenerator` for one device's.",
+            "%s draws random numbers that are not Keras's, so each replica draws others than one device. Use "
+            "`keras.random` with a `keras.random.SeedGenerator`.",
             named,
         )
     if verdict.needs is Needs.UNKNOWN:
         is_by_rows = piece.verdict == verdicts.BY_ROWS
         what = "each replica computes it from its own rows" if is_by_rows else "it is computed on all rows"
         _log.warning(
-            "%s could not be tried (%s). Does it give each row of a batch its own number? Without knowing, %s. Mark "
-            "its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`.",
+            "%s could not be tried (%s), so it is unknown whether it mixes rows of the batch, and %s. Mark its class "
+            "with `tfgpu.by_rows` or `tfgpu.on_all_rows`.",
             named,
             verdict.why,
             what,
         )
     if verdict.needs is Needs.ALL:
         _log.warning(
-            "%s looks at several rows of a batch: %s. So that it is what one device computes, each replica computes it "
-            "on all rows, and its inputs travel in every step (%s). %s",
+            "%s mixes rows of the batch: %s. To match one device, each replica computes it on all rows, and its inputs "
+            "are sent in every step (%s). %s",
             named,
             verdict.why,
             piece.traffic,
@@ -246,10 +246,10 @@ def noting_plain_outputs() -> Iterator[list]:
 
 def _advice(why: str) -> str:
     if "keeps" in why:
-        return 'A count or a sum can be kept by rows: `add_weight(..., aggregation="sum")` and `assign_add`.'
+        return 'A count or a sum sends nothing: `add_weight(..., aggregation="sum")` and `assign_add`.'
     if "add_loss" in why:
-        return "A penalty that is a mean over rows needs nothing to travel."
-    return "If you know that it needs its own rows only, mark its class with `tfgpu.by_rows`."
+        return "A penalty that is a mean over rows sends nothing."
+    return "If it treats each row separately, mark its class with `tfgpu.by_rows`."
 
 
 def _named(layer: keras.layers.Layer) -> str:

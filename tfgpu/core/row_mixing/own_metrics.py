@@ -138,13 +138,13 @@ def _found(trial: "MetricTrial", metric: keras.metrics.Metric, args: tuple, kwar
     )
     if found is None:
         return Needed(_of_unproven(metric, trial.why, args, kwargs))
-    why = "it keeps something else than a sum over rows" if found.all_rows else ""
+    why = "it keeps something other than a sum over rows" if found.all_rows else ""
     piece = _note(metric, found.all_rows, why, verdicts.TRIED, args, kwargs)
     if found.all_rows:
         _log.warning(
-            "%s keeps something else than a sum over rows. So that it is what one device computes, its update gets the "
-            "rows of all replicas, which travel in every step (%s). A metric that keeps sums and counts, and divides "
-            "in `result`, sends none.",
+            "%s keeps something other than a sum over rows. To match one device, its update gets the rows of all "
+            "replicas, which are sent in every step (%s). A metric that keeps sums and counts, and divides in "
+            "`result`, sends nothing.",
             _named(metric),
             piece.traffic,
         )
@@ -160,12 +160,13 @@ def _of_unproven(metric: keras.metrics.Metric, why: str, args: tuple, kwargs: di
     if way == "refuse":
         verdicts.note(replace(piece, verdict=verdicts.REFUSED))
         raise InputError(
-            f"{_named(metric)} could not be tried ({why}): does it keep sums over rows? The strategy's `unproven` is "
-            "'refuse'. Mark its class with `tfgpu.by_rows` if it does, else with `tfgpu.on_all_rows`."
+            f"{_named(metric)} could not be tried ({why}), so it is unknown whether it keeps sums over rows, and "
+            "the strategy's `unproven` is 'refuse'. Mark its class with `tfgpu.by_rows` if it does, else with "
+            "`tfgpu.on_all_rows`."
         )
     _log.warning(
-        "%s could not be tried (%s). Does it keep sums over rows? Without knowing, its update gets %s. Mark its class "
-        "with `tfgpu.by_rows` if it does, else with `tfgpu.on_all_rows`.",
+        "%s could not be tried (%s), so it is unknown whether it keeps sums over rows. Its update gets %s. Mark its "
+        "class with `tfgpu.by_rows` if it does, else with `tfgpu.on_all_rows`.",
         _named(metric),
         why,
         "each replica's own rows" if way == "warn" else "the rows of all replicas",

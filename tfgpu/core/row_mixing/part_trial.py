@@ -123,8 +123,8 @@ class Trial:
             raise refused from None
         except OneCopy as error:
             raise InputError(
-                f"The variable {str(error)!r} was made outside `strategy.scope()`, and the code adds to it: each "
-                "replica would, to one copy. Make it in the scope, with an `aggregation`, or use a metric."
+                f"The variable {str(error)!r} was made outside `strategy.scope()`, and the code adds to it: all "
+                "replicas would add to one copy. Make it in the scope, with an `aggregation`, or use a metric."
             ) from None
         if found.verdict is None:
             raise CannotTry(found.why or "its data cannot be drawn")

@@ -123,9 +123,9 @@ def _has_rows(value: tf.Tensor, rows: int | None, at: int, *, jit: bool) -> bool
     elif value.shape.rank and origin is not Origin.ALIKE and (first is None or (rows and first % rows == 0)):
         return True
     raise InputError(
-        f"Output {at} of `predict`, of shape {tuple(value.shape)}, has no rows of the batch, so replicas cannot put it "
-        "together. Return a number for each row, compute it from the predictions, or predict on one device. Weights "
-        "alone may be an output without `run_eagerly` and `jit_compile`."
+        f"Output {at} of `predict`, of shape {tuple(value.shape)}, has no rows of the batch, so replicas cannot "
+        "combine it. Return one number per row, compute it from the predictions, or predict on one device. An output "
+        "that holds only weights works without `run_eagerly` and `jit_compile`."
     )
 
 

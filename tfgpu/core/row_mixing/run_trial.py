@@ -72,8 +72,8 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
     choice, why, differs = choices.of(fn), "", None
     if choice == choices.ON_ALL_ROWS:
         raise InputError(
-            f"`tfgpu.on_all_rows` does not apply to {name}, which `strategy.run` runs on each replica's rows. Take "
-            "what needs all rows from `tfgpu.gather(x)` in it."
+            f"`tfgpu.on_all_rows` does not apply to {name}, which `strategy.run` runs on each replica's rows. Use "
+            "`tfgpu.gather(x)` in it where it needs all rows."
         )
     try:
         if choice is None:
@@ -86,7 +86,7 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
             if tried_now.has_shares and not differs:
                 _tell_division(name, captures.names_of(fn, strategy.num_replicas_in_sync))
     except row_sums.Meets:
-        why = "it brings the replicas' rows together by itself"
+        why = "it combines the replicas' rows itself"
     except CannotTry as error:
         why = str(error)
         _note(strategy, name, verdicts.BY_ROWS, why, verdicts.UNPROVEN)
@@ -108,20 +108,20 @@ def _note(strategy: tf.distribute.Strategy, name: str, becomes: str, why: str, s
 
 def _tell(strategy: tf.distribute.Strategy, name: str, differs: str) -> None:
     said = (
-        f"{name} of `strategy.run` looks at several rows of a batch, or works on gradients: {differs} would differ "
-        "between replicas, which each run it on their own rows, and one device."
+        f"{name} of `strategy.run` mixes rows of the batch, or uses gradients: {differs} would differ from one "
+        "device, because each replica runs it on its own rows."
     )
     advice = (
-        "Take what it computes from several rows from `tfgpu.gather(x)`, move it into a loss, metric or layer of your "
-        "own, which gets all rows, or train by `fit`."
+        "Use `tfgpu.gather(x)` where it needs all rows, move that code into your own loss, metric or layer, or train "
+        "with `fit`."
     )
     if slots.get(strategy, "unproven") == "refuse":
         raise InputError(f"{said} The strategy's `unproven` is 'refuse'. {advice}")
-    _log.warning("%s %s Where it is meant, mark the function with `@tfgpu.by_rows`.", said, advice)
+    _log.warning("%s %s If this is intended, mark the function with `@tfgpu.by_rows`.", said, advice)
 
 
 def _tell_untried(strategy: tf.distribute.Strategy, name: str, why: str) -> None:
-    said = f"Whether {name} of `strategy.run` gives on replicas what it gives on one device could not be tried ({why})."
+    said = f"{name} of `strategy.run` could not be tried ({why}), so it is unknown whether it matches one device."
     if slots.get(strategy, "unproven") == "refuse":
         raise InputError(f"{said} Mark the function with `@tfgpu.by_rows` if it does.")
     _log.warning("%s Each replica runs it on its own rows. Mark it with `@tfgpu.by_rows` if that is right.", said)
@@ -131,8 +131,9 @@ def _tell_division(name: str, divisors: list[str]) -> None:
     """Stock TensorFlow leaves it to the function to divide a loss that is one number; here it counts by its share."""
     if divisors:
         _log.warning(
-            "A loss of your own in %s gives one number, which counts by its replica's share of the batch: the sum over "
-            "replicas is one device's. If the function divides it by the number of replicas too (%s), remove that.",
+            "Your own loss in %s returns one number, which is weighted by its replica's share of the batch, so the sum "
+            "over replicas is one device's. If the function also divides it by the number of replicas (%s), remove "
+            "that.",
             name,
             ", ".join(f"`{each}`" for each in divisors),
         )
@@ -157,7 +158,7 @@ class _RunTrial(Trial):
 
         Raises:
             CannotTry: it ran on none of the rows.
-            Meets: it brings the replicas' rows together by itself.
+            Meets: it combines the replicas' rows itself.
         """
         others = [None if at in self._at else leaf for at, leaf in enumerate(self._leaves)]
         arguments = tf.nest.pack_sequence_as(self._structure, others)

@@ -35,7 +35,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _CLOSE_IN_16_BITS = 2e-2
-_MEETS = "it brings the replicas' rows together by itself"
+_MEETS = "it combines the replicas' rows itself"
 _METHODS = (
     "train_step",
     "test_step",
@@ -131,8 +131,8 @@ class _Question:
         self._note(verdicts.BY_ROWS, "", verdicts.TRIED, 0)
         if tried.draws:
             _log.warning(
-                "%s draws random numbers by tf.random: each replica draws its own. With `keras.random` and a "
-                "`keras.random.SeedGenerator` each row gets the numbers that one device draws for it.",
+                "%s draws random numbers by tf.random, so each replica draws others than one device. Use "
+                "`keras.random` with a `keras.random.SeedGenerator`.",
                 self._name,
             )
         return False
@@ -172,9 +172,9 @@ class _Question:
             return
         self._note(verdicts.REFUSED, why, source)
         raise InputError(
-            f"{self._name} must see the whole batch ({why}), and it cannot, because each replica holds a part of the "
-            "weights (`parallel.shard`, stage 3). Use `parallel.shard(model, stage=2)`, or mark the method with "
-            "`@tfgpu.by_rows` if it gives each row its own number."
+            f"{self._name} must see the whole batch ({why}), which is impossible with `parallel.shard(stage=3)`: each "
+            "replica holds only a part of the weights. Use `parallel.shard(model, stage=2)`, or mark the method with "
+            "`@tfgpu.by_rows` if it treats each row separately."
         )
 
     def _tell_whole(self, tried: Tried) -> None:
@@ -182,10 +182,9 @@ class _Question:
         self._check_can_see_all(why, verdicts.TRIED)
         piece = self._note(verdicts.ON_ALL_ROWS, why, verdicts.TRIED, tried.bytes_a_row)
         _log.warning(
-            "%s is not by rows (%s between replicas and one device). So that it is what one device "
-            "computes, it sees the whole batch on every replica; the model's layers still compute each replica's rows. "
-            "The outputs travel between the replicas in every step (%s). Where this is not needed, mark the method "
-            "with `@tfgpu.by_rows`.",
+            "%s mixes rows of the batch (%s between replicas and one device). To match one device, it sees the whole "
+            "batch on every replica: the outputs are sent in every step (%s). The model's layers still compute only "
+            "each replica's rows. If it treats each row separately, mark the method with `@tfgpu.by_rows`.",
             self._name,
             why,
             piece.traffic,
@@ -197,9 +196,8 @@ class _Question:
             return self._unproven(CannotTry(_MEETS))
         self._note(verdicts.BY_ROWS, _MEETS, verdicts.UNPROVEN)
         _log.warning(
-            "%s calls `all_reduce`, `all_gather` or `merge_call` of TensorFlow: %s, so it runs on each replica's rows, "
-            "and what else it does with them is not tried. With `tfgpu.gather` in their place it is tried. Mark it "
-            "with `@tfgpu.by_rows` if it is right.",
+            "%s calls TensorFlow's `all_reduce`, `all_gather` or `merge_call`: %s, so it runs on each replica's rows "
+            "and is not tried. Use `tfgpu.gather` instead, or mark it with `@tfgpu.by_rows` if it is right.",
             self._name,
             _MEETS,
         )
@@ -208,7 +206,7 @@ class _Question:
     def _unproven(self, error: CannotTry) -> bool:
         """What becomes of a step that could not be tried."""
         way = self._way(error)
-        said = f"Whether {self._name} gives each row its own number could not be tried ({error})."
+        said = f"{self._name} could not be tried ({error}), so it is unknown whether it mixes rows of the batch."
         if way == "gather":
             self._check_can_see_all(f"it could not be tried: {error}", verdicts.UNPROVEN)
         becomes = {"gather": verdicts.ON_ALL_ROWS, "warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED}[way]

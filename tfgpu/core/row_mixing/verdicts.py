@@ -31,7 +31,7 @@ class Piece:
         fixed_bytes: that travel in each step, however many rows there are.
 
     Example:
-        >>> Piece("loss 'dice'", ON_ALL_ROWS, "it is no mean over rows", TRIED, 44, 64).traffic
+        >>> Piece("loss 'dice'", ON_ALL_ROWS, "it is not a mean over rows", TRIED, 44, 64).traffic
         '2,816 bytes a step'
     """
 
@@ -49,7 +49,7 @@ class Piece:
         if self.bytes_a_row == 0:
             return f"{self.fixed_bytes:,} bytes a step" if self.fixed_bytes else "none"
         if self.bytes_a_row is None:
-            return "of a size that is not known before"
+            return "an unknown number of bytes"
         if self.rows is None:
             return f"{self.bytes_a_row:,} bytes for each row of a batch"
         return f"{self.fixed_bytes + self.bytes_a_row * self.rows:,} bytes a step"

@@ -137,16 +137,16 @@ def _tell(slices: tf.IndexedSlices, lookups: list[Lookup]) -> None:
 
 _WORDS = {
     Origin.ALIKE: (
-        "A table with rows of %s is looked up by constant indices, in batches of one row a replica. They are taken to "
-        "be alike for all rows. If they are repeated for each row, make them from a row (`indices + 0 * ids`)."
+        "A table with rows of %s is looked up by constant indices, in batches of one row per replica. tfgpu assumes "
+        "that all rows share these indices. If each row has its own, compute them from a row (`indices + 0 * ids`)."
     ),
     Origin.ROWS: (
-        "A table with rows of %s is looked up by as many equal indices as a replica has rows. They are taken to be "
-        "repeated for each row. If they are alike for all rows, give them a first axis of 1 (`indices[None]`)."
+        "A table with rows of %s is looked up by as many equal indices as a replica has rows. tfgpu assumes one index "
+        "per row. If all rows share these indices, give them a first axis of 1 (`indices[None]`)."
     ),
     Origin.UNKNOWN: (
-        "A table with rows of %s is looked up by indices of which it is not known whether they depend on the rows of "
-        "the batch; they are taken to. If they are positions, look them up outside conditions, loops and `run_eagerly`."
+        "A table with rows of %s is looked up by indices that may depend on the rows of the batch; tfgpu assumes that "
+        "they do. If they are positions, look them up outside conditions, loops and `run_eagerly`."
     ),
 }
-_OTHERWISE = "Otherwise optimizers that square gradients, as Adam does, give another result than on one device."
+_OTHERWISE = "Otherwise optimizers that square gradients, such as Adam, give another result than on one device."

@@ -61,9 +61,9 @@ def _take_optimizer(optimizer: keras.Optimizer, model: keras.Model, strategy: tf
     if optimizer.built and not _is_new(optimizer, model):
         count = int(optimizers.iterations(optimizer).numpy())
         raise InputError(
-            f"The optimizer {optimizer.name!r} was made outside the scope of the model's strategy, and is built (it "
-            f"has counted {count} steps): its variables belong to one device. Give `compile` a new one, such as "
-            "`type(optimizer).from_config(optimizer.get_config())`, or make it within "
+            f"The optimizer {optimizer.name!r} was made outside the scope of the model's strategy, and is built "
+            f"(iterations: {count}), so its variables belong to other devices. Give `compile` a new one, such as "
+            "`type(optimizer).from_config(optimizer.get_config())`, or make it inside "
             "`with model.distribute_strategy.scope():`."
         )
     _remake(optimizers.own_variables(optimizer), strategy)

@@ -252,20 +252,33 @@ def restore_state(
     arrays = {name: v for name, v in arrays.items() if name.split("/")[0] in groups or name.startswith("optimizer")}
     given = {name.partition(_REPLICAS)[0]: value for name, value in arrays.items()}
     kinds = _kinds(arrays)
-    if known.keys() != given.keys():
-        raise InputError(
-            f"{source} has {len(given)} arrays, this model with its optimizer has {len(known)}. "
-            "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
-        )
-    for name, variable in known.items():
-        shape = given[name].shape[1 if name in kinds else 0 :]
-        if tuple(variable.shape) != shape:
-            raise InputError(
-                f"{source} has {shape} for {variable.path}, this model has {tuple(variable.shape)}. "
-                "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
-            )
+    _check_fits(known, given, kinds, source)
     for name, variable in known.items():
         _assign(model, variable, given[name], kinds.get(name))
+
+
+def _check_fits(known: Mapping, given: Mapping, kinds: Mapping, source: str) -> None:
+    """Refuses arrays that are not those of the model, its optimizer and its metrics.
+
+    Raises:
+        InputError: with the first difference.
+    """
+    found = f"it has {len(given)} arrays, and this model with its optimizer has {len(known)}"
+    for name, variable in known.items():
+        if name not in given:
+            found = f"it has no {getattr(variable, 'path', name)}"
+            break
+        there, here = given[name].shape[1 if name in kinds else 0 :], tuple(variable.shape)
+        if there != here:
+            found = f"{variable.path} has shape {there} there and {here} here"
+            break
+    else:
+        if known.keys() == given.keys():
+            return
+    raise InputError(
+        f"{source} does not fit this model: {found}. Resume with the model, the optimizer and the metrics of the run, "
+        "or choose another directory."
+    )
 
 
 def restore_metrics(model, arrays: Mapping[str, np.ndarray | ArraySlices]) -> None:

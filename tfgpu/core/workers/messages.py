@@ -25,8 +25,9 @@ class Messages:
         found = ledger.current()
         if found is None:
             raise MachineError(
-                "Workers that write, or share data, need TensorFlow's coordination service, and this process has none. "
-                "Make the strategy with `tfgpu.strategy()`, and leave TensorFlow's experimental settings of it alone."
+                "Workers that write or share data need TensorFlow's coordination service, which is off in this "
+                "process. Make the strategy with `tfgpu.strategy()`, and do not change TensorFlow's settings of that "
+                "service."
             )
         self._ledger, self._scope = found, scope
 

@@ -10,12 +10,12 @@ from tfgpu.errors import InputError, MachineError
 MOST_SAID = 200
 """Characters of another worker's error."""
 RULE = (
-    "Every worker must make the same calls of `fit`, `evaluate`, `predict` and of what needs all of them (saving a "
-    "sharded model, accumulated gradients), in the same order; the chief alone may do what needs no other worker."
+    "Every worker must call `fit`, `evaluate`, `predict` and whatever else needs all workers (saving a sharded model, "
+    "accumulated gradients) in the same order. The chief alone may only do what needs no other worker."
 )
 _DATA = (
-    "Give the data the same number of batches on every worker, with `take` or `steps_per_epoch`; the whole dataset on "
-    "each, where tfgpu shards it."
+    "Give every worker the same number of batches, with `take` or `steps_per_epoch`. Where tfgpu shards the data, give "
+    "each worker the whole dataset."
 )
 
 
@@ -77,8 +77,8 @@ def difference(events: Mapping[str, Event]) -> Exception | None:
             one, other = first.facts.get(fact), event.facts.get(fact)
             if one != other:
                 return InputError(
-                    f"The workers {first.what}, but not alike: {fact}={one} on {first_name} ({first.line}), "
-                    f"{fact}={other} on {name} ({event.line}). Give every worker the same."
+                    f"The workers {first.what}, but with different arguments: {fact}={one} on {first_name} "
+                    f"({first.line}), {fact}={other} on {name} ({event.line}). Give every worker the same."
                 )
     return None
 

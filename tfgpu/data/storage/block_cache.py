@@ -64,7 +64,7 @@ class BlockCache:
         except OSError:
             return None
         if len(content) < _CHECK or content[-_CHECK:] != _checksum(path.name, content[:-_CHECK]):
-            _log.warning("The cached block %s is damaged; fetching it anew.", path)
+            _log.warning("The cached block %s is damaged; fetching it again.", path)
             self.drop(key, number)
             return None
         return content[:-_CHECK]

@@ -107,7 +107,7 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     if job.logs is None:
         raise InputError("A Slurm job needs a folder for its logs. Give one with --logs DIR.")
     if job.evaluator:
-        raise InputError("A Slurm job has no task for an evaluator. Omit --evaluator; submit it as a job of its own.")
+        raise InputError("A Slurm job has no task for an evaluator. Omit --evaluator, and submit it as a separate job.")
     logs = Path(job.logs).absolute()
     lines = ["#!/bin/bash", "# Written by `tfgpu launch --slurm`; submit it again with `sbatch`.", ""]
     lines += [_directive(option) for option in _options(job, allocation, logs)]

@@ -119,8 +119,8 @@ def _check_rows(split: Sequence[sections.Section], other_rows: frozenset[int]) -
         for tensor in (*section.inputs, *section.outputs):
             if id(tensor) in other_rows and section.takes_micro_batches:
                 raise InputError(
-                    f"{tensor.name!r} of the shape {tuple(tensor.shape)} has other rows than the batch, and is an "
-                    "output of the model or an input of a layer that needs all rows. Make each row an example there, "
+                    f"{tensor.name!r} of shape {tuple(tensor.shape)} has another number of rows than the batch, and "
+                    "is an output of the model or an input of a layer that needs all rows. Make each row an example, "
                     "or use `parallel.place`."
                 )
 

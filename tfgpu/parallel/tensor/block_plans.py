@@ -57,34 +57,35 @@ def register_plan(
     arguments: Mapping[str, int] | None = None,
     results: Mapping[int, int] | None = None,
 ) -> type[keras.layers.Layer]:
-    """Says how `parallel.tensor` splits the layers of a class of your own over devices.
+    """Tells `parallel.tensor` how to split the layers of your own class over devices.
 
-    Each device runs the part of `call` from the first column-parallel sublayer to the row-parallel one, with its part
-    of the kernels. What lies between must treat each column, or each head, by itself: activations, products, dropout,
+    From the first column-parallel sublayer to the row-parallel one, each device runs `call` with its shard of the
+    kernels. What lies between must treat each column, or each head, separately: activations, products, dropout,
     attention by heads.
 
     Args:
-        cls: a subclass of `keras.layers.Layer`. Its subclasses have the plan as well, unless they have a `call` of
-            their own.
+        cls: a subclass of `keras.layers.Layer`. Its subclasses have the plan too, unless they override `call`.
         styles: by the name of an attribute of the layer:
 
-            - `"column"` or `"row"` for a Dense or EinsumDense; `"key_value"` for that of keys or values;
-            - `"heads"`, `"key_value_heads"` or `"groups"` for an integer that `call` uses to count heads, query heads
-              for each key head in the last case: each device sees the number of its part;
-            - `"whole"` for a sublayer between a column and a row that runs once for all devices;
-            - a negative number for a Dropout between a column and a row: the axis that is split of what it is given.
-              Without, it is the last. Attention scores of shape (batch, heads, queries, keys) have -3;
-            - a number for a weight of the layer itself: the axis along which it is split. The key `"call"` then says
-              how the devices' results make one: `"sum"`, or the axis along which they are concatenated.
-        arguments: arguments of `call` of which each device takes its part, such as `{"cache": -2}`.
-        results: results beside the first one of which each device computes a part: by their number of axes, the axis
-            along which the parts lie. A cache of shape (batch, 2, length, heads, width) is `{5: -2}`.
+            - `"column"` or `"row"`: a Dense or EinsumDense, with its LoRA matrices;
+            - `"key_value"`: a column of keys or values. With fewer key heads than devices it stays whole, and each
+              device takes the head of its queries, at two more all-reduces in the backward pass;
+            - `"heads"`, `"key_value_heads"`, `"groups"`: an integer that `call` uses to count heads, heads of keys, or
+              query heads per key head; each device sees the number of its shard;
+            - `"whole"`: a sublayer between column and row that runs once for all devices;
+            - a negative number: a Dropout between column and row whose split axis is not the last. Attention scores of
+              shape (batch, heads, queries, keys) have -3;
+            - a number: a weight of the layer itself, split along this axis. The key `"call"` then says how to combine
+              the devices' results: `"sum"`, or the axis along which they are concatenated.
+        arguments: arguments of `call` that are split too, with their axis, such as `{"cache": -2}`.
+        results: results beside the first one that are split, by their number of axes, with the axis along which they
+            are concatenated. A cache of shape (batch, 2, length, heads, width) is `{5: -2}`.
 
     Returns:
         The class.
 
     Raises:
-        InputError: `cls` is no layer, or a style is unknown.
+        InputError: `cls` is not a layer, or a style is unknown.
 
     Example:
         >>> class Feedforward(keras.layers.Layer):

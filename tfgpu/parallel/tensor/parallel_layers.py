@@ -123,6 +123,7 @@ class Segment:
             return values[id(last)]
 
         first = next(layer for call in calls for layer in call.layers)
+
         def one_by_one():
             for call in calls:
                 self._run_on_one((call,), values, operation_fn, device)

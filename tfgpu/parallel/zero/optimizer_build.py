@@ -160,13 +160,13 @@ def _log_what_travels(optimizer, sees_all: bool) -> None:
     there = "pieces of gradients and weights go" if has_pieces else "gradients go"
     if sees_all:
         _log.warning(
-            "%s looks at all variables at once, so each of %d replicas holds its whole state, and updates all %d "
-            "variables (%.2f MiB); in each step their %s to every replica.",
+            "%s uses all variables at once, so each of %d replicas holds its whole state and updates all %d variables "
+            "(%.2f MiB); in each step their %s to every replica.",
             name, count, len(dealt), sum(sizes) / 2**20, there,
         )  # fmt: skip
         return
     _log.info(
-        "%s looks at whole variables: %d of %d are dealt to owners (%.2f MiB; %.2f to %.2f on a replica). In each step "
+        "%s uses whole variables: %d of %d get an owner each (%.2f MiB; %.2f to %.2f on a replica). In each step "
         "their %s to the owner, and the new weights come back.",
         name, len(dealt), len(optimizers.trained(optimizer)), sum(sizes) / 2**20, min(held) / 2**20, max(held) / 2**20,
         there,
