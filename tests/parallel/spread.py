@@ -33,7 +33,6 @@ PARTS = {  # 4 devices a process
     "experts across": {"kind": "experts"},
     "data x experts across": {"kind": "experts", "gradient_accumulation_steps": 2},
     "sequence across": {"kind": "transformer"},
-    "data x sequence across": {"kind": "transformer"},
     "ZeRO 2": {"gradient_accumulation_steps": 2},
     "ZeRO 1 on the hosts": {"use_ema": False},
 }
@@ -91,7 +90,6 @@ def parts():
         "experts across": lambda make: apply(make(), Mesh(expert=2, devices=pairs[:2])),
         "data x experts across": lambda make: apply(make(), Mesh(data=2, expert=2, devices=pairs)),
         "sequence across": lambda make: apply(make(), Mesh(sequence=2, devices=pairs[:2])),
-        "data x sequence across": lambda make: apply(make(), Mesh(data=2, sequence=2, devices=pairs)),
         "ZeRO 2": sharded(NAMES, 2),
         "ZeRO 1 on the hosts": sharded(["0/CPU:3", "1/CPU:3"], 1, offload=True),
     }

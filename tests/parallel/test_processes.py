@@ -33,7 +33,6 @@ HOMES = {  # of weights and slots
     "experts across": FIRST_OF_EACH,
     "data x experts across": FIRST_FOUR,
     "sequence across": ("0/CPU:0",),
-    "data x sequence across": ("0/CPU:0", "0/CPU:1"),
     "ZeRO 2": FIRST_FOUR,
     "ZeRO 1 on the hosts": (*FIRST_OF_EACH, "0/CPU:3", "1/CPU:3"),
 }

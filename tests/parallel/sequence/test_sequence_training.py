@@ -62,7 +62,8 @@ def compiled(mesh):
             model = model_of("transformer")
     else:
         model = apply(model_of("transformer"), mesh)
-    model.compile(adamw(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with model.distribute_strategy.scope():
+        model.compile(adamw(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
@@ -81,7 +82,7 @@ def state(model):
     return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
 
 
-def test_a_file_opens_in_stock_keras_and_goes_on(tmp_path, expected):
+def test_a_file_opens_in_stock_keras_and_goes_on(tmp_path):
     fit(compiled(TWO), epochs=1).save(tmp_path / "model.keras")
     opened = keras.models.load_model(tmp_path / "model.keras")
     check_equal(state(opened), state(fit(compiled(None), epochs=1)))
