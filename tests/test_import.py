@@ -40,7 +40,7 @@ ALLOWED = {
     "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},
     "losses": {"compat", "core"},
     "data": {"cluster", "compat", "core"},  # slots on datasets; how one worker makes its rows is registered in core
-    "launch": {"cluster", "environment", *ENGINE},
+    "launch": {"cluster", "environment", "sensors", *ENGINE},
     "models": {"precision", *ENGINE},
     "training": {"data", "precision", "packing", *ENGINE},
     "callbacks": {"cluster", "environment", "training", "launch", "packing", "sensors", *ENGINE},

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfgpu.cluster.hostlist import compress, expand
+from tfgpu.cluster.hostlist import expand
 from tfgpu.errors import InputError
 
 
@@ -63,39 +63,6 @@ def test_a_malformed_list_is_quoted_beside_a_right_one(text, words):
         expand(text)
     assert words in str(caught.value)
     assert repr(text) in str(caught.value) and "gpu[01-03,7],login2" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "text"),
-    [
-        ("gpu01 gpu02 gpu03 gpu7 login2", "gpu[01-03,7],login2"),
-        ("n9 n10", "n[9-10]"),
-        ("n09 n10", "n[09-10]"),
-        ("n099 n100 n0101", "n[099-100,0101]"),
-        ("n2 n1", "n[2,1]"),
-        ("n1 n1", "n[1,1]"),
-        ("n1", "n1"),
-        ("head n1 n2 tail", "head,n[1-2],tail"),
-        ("r1n1 r1n2 r2n1", "r1n[1-2],r2n1"),
-    ],
-)
-def test_the_short_form(hosts, text):
-    assert compress(hosts.split()) == text
-
-
-name = st.from_regex(r"[a-z0-9]{0,2}[.-]?[a-z0-9]{1,4}[a-z.-]{0,2}", fullmatch=True)
-numbered = st.builds(
-    lambda prefix, first, width, count: [f"{prefix}{str(first + i).zfill(width)}" for i in range(count)],
-    st.sampled_from(["n", "gpu-", "r1n"]),
-    st.integers(0, 1200),
-    st.integers(1, 4),
-    st.integers(1, 12),
-)
-
-
-@given(st.lists(name.map(lambda one: [one]) | numbered, min_size=1, max_size=8).map(lambda parts: sum(parts, [])))
-def test_what_is_compressed_expands_to_itself(hosts):
-    assert expand(compress(hosts)) == hosts
 
 
 @given(st.text(alphabet="n0129[],- ab(", max_size=12))

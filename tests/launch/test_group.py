@@ -16,7 +16,7 @@ from tfgpu.launch.functions.links import EngineLink
 from tfgpu.launch.functions.relay import Work
 
 SETTINGS = {
-    "workers": None,
+    "workers": 2,
     "gpus_per_worker": None,
     "max_restarts": 0,
     "startup_timeout_s": 60.0,
@@ -173,17 +173,6 @@ def test_a_script_is_a_job_with_its_own_path(tmp_path, monkeypatch):
     work = work_of("train.py", ["--epochs", 3], **SETTINGS)
     assert work.job.script == str(tmp_path / "train.py") and work.call is None
     assert work.job.arguments == ("--epochs", "3") and work.job.workers == 2
-
-
-def test_a_job_brings_its_own_settings():
-    job = Job("train.py", workers=3)
-    assert work_of(job, (), **SETTINGS).job == job
-    with pytest.raises(InputError, match="workers to `Job"):
-        work_of(job, (), **{**SETTINGS, "workers": 2})
-    with pytest.raises(InputError, match="parameter_servers=1"):
-        work_of(Job("train.py", parameter_servers=1), (), **SETTINGS)
-    with pytest.raises(InputError, match="evaluator=True"):
-        work_of(Job("train.py", evaluator=True), (), **SETTINGS)
 
 
 @pytest.mark.parametrize(

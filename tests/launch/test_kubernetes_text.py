@@ -1,49 +1,12 @@
-"""Amounts and YAML text."""
-
-from decimal import Decimal
+"""The YAML text."""
 
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tfgpu.errors import InputError
 from tfgpu.launch.kubernetes.pods import literal
-from tfgpu.launch.kubernetes.quantities import cores, memory_bytes
 from tfgpu.launch.kubernetes.text import documents
-
-
-@pytest.mark.parametrize("text, number", [("4", "4"), ("0.5", "0.5"), ("500m", "0.5"), ("1m", "0.001")])
-def test_cores(text, number):
-    assert cores("cpu", text) == Decimal(number)
-
-
-@pytest.mark.parametrize("text", ["", "0", "0m", "1.5m", "4k", "4 ", " 4", "1e3", "٤", "4,5", None, 4, "."])
-def test_what_is_no_amount_of_cores(text):
-    with pytest.raises(InputError, match="`cpu` must be"):
-        cores("cpu", text)
-
-
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        ("1Mi", 1_048_576),
-        ("1.5Gi", 1_610_612_736),
-        ("16G", 16_000_000_000),
-        ("2Ti", 2_199_023_255_552),
-        ("2000k", 2_000_000),
-        ("1048576", 1_048_576),
-    ],
-)
-def test_memory(text, number):
-    assert memory_bytes("memory", text) == number
-
-
-@pytest.mark.parametrize("text", ["", "0Gi", "16", "512m", "4GB", "4 Gi", "4gi", "16K", "-1Gi", "1Ki", None])
-def test_what_is_no_amount_of_memory(text):
-    with pytest.raises(InputError, match="`memory` must be at least 1Mi"):
-        memory_bytes("memory", text)
-
 
 # What YAML 1.1, YAML 1.2 or Go's parser between them take for a number, a truth value, nothing or a date.
 MISREAD = ["1e3", "0o17", "017", "0x1F", "1_000", "12:30:45", "yes", "NO", "on", "y", "N", "~", "null", "Null", "true"]

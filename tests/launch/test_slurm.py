@@ -12,7 +12,7 @@ import pytest
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch.job import Job
 from tfgpu.launch.slurm import submission
-from tfgpu.launch.slurm.allocation import Allocation, seconds
+from tfgpu.launch.slurm.allocation import Allocation
 
 ODD = ("--epochs", "3", "a b", "it's", '"q"', "$HOME `id`", "a\\b", "x\ny", "*", "", "-n", "#no", "ü")
 
@@ -114,32 +114,6 @@ def test_tasks_and_gpus(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        ("5", 300),
-        ("90:30", 5430),
-        ("1:30:00", 5400),
-        ("0:2:1", 121),
-        ("2-0", 172800),
-        ("2-12", 216000),
-        ("1-1:30", 91800),
-        ("1-01:01:01", 90061),
-        ("UNLIMITED", None),
-        ("infinite", None),
-    ],
-)
-def test_time_limits_as_sbatch_reads_them(limit, expected):
-    assert seconds(limit) == expected
-
-
-@pytest.mark.parametrize("limit", ["", "1h", "-5", "1:2:3:4", "1-", "-1", "2-1:2:3:4", "1.5", "tomorrow", "5 ", "1--2"])
-def test_a_malformed_time_limit_is_quoted(limit):
-    with pytest.raises(InputError, match="'1:30:00'") as caught:
-        Allocation(time=limit)
-    assert repr(limit) in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"nodes": 0}, "`nodes` must be a whole number from 1"),
@@ -147,8 +121,6 @@ def test_a_malformed_time_limit_is_quoted(limit):
         ({"nodes": "2"}, "`nodes`"),
         ({"grace_s": 0}, "`grace_s`"),
         ({"grace_s": 1.5}, "`grace_s`"),
-        ({"time": "2"}, "more than 120 s"),
-        ({"time": "5", "grace_s": 240}, "more than 300 s"),
         ({"partition": "a b"}, "`partition` must be a name"),
         ({"partition": ""}, "`partition` must be a name"),
         ({"account": "lab; rm"}, "`account` must be a name"),

@@ -114,8 +114,7 @@ def test_strings_cannot_be_combined_with_numbers():
     [
         ("float", [[1.0], [2.0]], [1.0, 2.0]),
         ("array<float>", [[1.0], [2.0]], [[1.0], [2.0]]),
-        ("array<double>", [1.0, 2.0], [[1.0], [2.0]]),
-        ("array<array<int>>", [[[1, 2]], [[3, 4]]], [[[1, 2]], [[3, 4]]]),
+        ("array<float>", [1.0, 2.0], [[1.0], [2.0]]),
     ],
 )
 def test_predictions_as_arrow(output_type, found, expected):
@@ -125,6 +124,8 @@ def test_predictions_as_arrow(output_type, found, expected):
 def test_predictions_of_another_shape():
     with pytest.raises(InputError, match=r"shape of \(2,\) per row. Received: output_type='float'. Use 'array<float>'"):
         to_arrow(np.zeros([3, 2]), "float")
+    with pytest.raises(InputError, match=r"shape of \(2, 4\) per row.*Use a flat output"):
+        to_arrow(np.zeros([3, 2, 4]), "array<float>")
     with pytest.raises(InputError, match="several outputs"):
         to_arrow([np.zeros(3)], "float")
 

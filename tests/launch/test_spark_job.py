@@ -143,5 +143,5 @@ def test_impossible_predictions_are_reported(local, tmp_path):
         tfgpu.launch.spark_predict(rows, model, columns="a", output="y")
     with pytest.raises(InputError, match="Unknown column 'c'"):
         tfgpu.launch.spark_predict(rows, model, columns=["a", "c"])
-    with pytest.raises(InputError, match="`output_type`"):
+    with pytest.raises(InputError, match="Unknown output_type 'string'"):
         tfgpu.launch.spark_predict(rows, model, columns="a", output_type="string")

@@ -27,8 +27,7 @@ class Cluster:
         task_index: the position within that kind of task.
         parameter_servers: `host:port` of every parameter server.
         evaluators: `host:port` of every evaluator; may be empty although this task is one.
-        source: where the facts come from: `"none"`, `"TF_CONFIG"`, `"Slurm"`, `"Kubernetes"`, `"MPI"`, `"Ray"` or
-            `"Spark"`.
+        source: where the facts come from: `"none"`, `"TF_CONFIG"`, `"Slurm"`, `"Kubernetes"`, `"Ray"` or `"Spark"`.
         has_chief: whether there is a `"chief"` job; then `workers[0]` is it and `worker` 0 has rank 1.
         local_rank: this process's position among the job's processes on its machine, if the source provides it.
         local_size: how many of the job's processes run on its machine, if the source provides it.
@@ -64,7 +63,7 @@ class Cluster:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Cluster":
-        """Reads the cluster from TF_CONFIG, Slurm, Kubernetes or MPI, in this order; else this is the only process.
+        """Reads the cluster from TF_CONFIG, Slurm or Kubernetes, in this order; else this is the only process.
 
         If TF_CONFIG is set, it decides, even if it contains no cluster. Slurm applies inside an `srun` with several
         tasks. Kubernetes applies if the manifest of an indexed Job sets TFGPU_WORKERS, or a Kubeflow TrainJob sets

@@ -6,7 +6,6 @@ Source: https://slurm.schedmd.com/scontrol.html (show hostnames, show hostlist).
 import itertools
 import math
 import re
-from collections.abc import Sequence
 
 from tfgpu.errors import InputError
 
@@ -16,7 +15,6 @@ MOST = 65536
 _LITERAL = r"[A-Za-z0-9_.-]++"  # possessive: an unclosed bracket would otherwise cause exponential backtracking
 _ELEMENT = re.compile(rf"(?:{_LITERAL}|\[[0-9,\s-]*\])++")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*+)")
 
 
 def expand(text: str) -> list[str]:
@@ -52,32 +50,6 @@ def expand(text: str) -> list[str]:
     return hosts
 
 
-def compress(hosts: Sequence[str]) -> str:
-    """Writes hosts as a hostlist, in order: `expand(compress(hosts)) == hosts`.
-
-    Args:
-        hosts: names without brackets, commas or spaces; at least one.
-
-    Example:
-        >>> compress(["gpu01", "gpu02", "gpu03", "login2"])
-        'gpu[01-03],login2'
-    """
-    groups: list[tuple[str, list[list[str]], str]] = []
-    for host in hosts:
-        match = _LAST_NUMBER.fullmatch(host)
-        if not match:
-            groups.append((host, [], ""))
-            continue
-        before, number, after = match.groups()
-        if not groups or not groups[-1][1] or (groups[-1][0], groups[-1][2]) != (before, after):
-            groups.append((before, [[number, number]], after))
-        elif _follows(groups[-1][1][-1], number):
-            groups[-1][1][-1][1] = number
-        else:
-            groups[-1][1].append([number, number])
-    return ",".join(map(_written, groups))
-
-
 def _split(text: str) -> list[str]:
     """Splits at commas outside brackets, in linear time."""
     elements, begin, is_inside = [], 0, False
@@ -105,19 +77,6 @@ def _numbers(part: str, text: str) -> list[str] | range:
             raise _error(text, f"it has more than {MOST} hosts")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
-
-
-def _follows(span: list[str], number: str) -> bool:
-    """Whether `number` is the next number of the range `span`."""
-    return number == str(int(span[1]) + 1).zfill(len(span[0]))
-
-
-def _written(group: tuple[str, list[list[str]], str]) -> str:
-    before, spans, after = group
-    ranges = [first if first == last else f"{first}-{last}" for first, last in spans]
-    if len(ranges) == 1 and "-" not in ranges[0]:
-        return before + ranges[0] + after
-    return f"{before}[{','.join(ranges)}]{after}" if ranges else before
 
 
 def _error(text: str, problem: str) -> InputError:

@@ -1,23 +1,17 @@
 """The CPUs and GPUs of this machine, without TensorFlow."""
 
-import os
 import re
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
+
+from tfgpu.sensors.machine import cores
 
 _GPU = re.compile(r"GPU (?P<number>\d+): .*?(\(UUID: (?P<uuid>GPU-[^)\s]+)\))?$")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cpus() -> int:
     """Counts the CPUs that this process may use, by its affinity and its container's quota."""
-    available = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _QUOTA.read_text().split()
-        return max(1, min(available, int(quota) // int(period)))
-    except (OSError, ValueError):  # No such file, or "max".
-        return available
+    return max(1, int(cores()))
 
 
 def gpus(environ: Mapping[str, str]) -> list[str]:

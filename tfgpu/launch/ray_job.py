@@ -14,7 +14,6 @@ from tfgpu.errors import InputError, MachineError, positive, unknown
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.links import EngineLink
 from tfgpu.launch.functions.relay import Message, Relay, Work
-from tfgpu.launch.job import Job
 from tfgpu.launch.restarts import PREEMPTED
 
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -23,8 +22,8 @@ _CLOSE_S = 10.0
 
 
 def ray_job(
-    train: Callable[..., object] | str | Path | Job,
-    workers: int | None = None,
+    train: Callable[..., object] | str | Path,
+    workers: int = 2,
     *,
     arguments: Sequence[object] = (),
     cpus_per_worker: float = 1,
@@ -47,8 +46,8 @@ def ray_job(
     restarted, and `train` resumes from its checkpoint if it saves any. No process outlives this call.
 
     Args:
-        train: a function, the path of a script that all machines can read, or a `Job`.
-        workers: processes that train, the chief included (default 2).
+        train: a function, or the path of a script that all machines can read.
+        workers: processes that train, the chief included.
         arguments: arguments of the function or the script.
         cpus_per_worker: CPUs to reserve for each worker.
         gpus_per_worker: GPUs of each worker; None divides the cluster's GPUs among them.

@@ -16,7 +16,6 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from tfgpu.launch import frames, machine, processes
 from tfgpu.launch.child import Child
 from tfgpu.launch.heartbeat import LOOK_S
 from tfgpu.launch.ports import Ports
+from tfgpu.launch.signals import Signals
 
 LOST_GRACE_S = 5.0
 """Seconds that processes get to save and exit when the launcher is gone."""
@@ -59,26 +59,28 @@ class Node:
         self._ports: Ports | None = None
         self._kill_at: float | None = None  # Set once the processes have been told to stop.
         self._connected, self._crowded = True, False
-        self._heard, self._leaves = 0, False
+        self._leaves = False
         self._lost_s, self._heard_at = None, time.monotonic()
 
     def run(self) -> None:
         """Serves the launcher until the processes have ended."""
-        self._listen_to_signals()
         for each in (self._incoming, self._outgoing):
             os.set_blocking(each, False)
-        self._selector.register(self._incoming, selectors.EVENT_READ, self._receive)
-        self._say("hello", **_facts())
-        while self._kill_at is None or any(child.runs for child in self._children.values()):
-            for key, _ in self._selector.select(self._patience()):
-                key.data()
-            if self._heard and not self._leaves:
-                self._leaves = True
-                self._say("leaving", number=self._heard)
-                self._do_end(LOST_GRACE_S)
-            self._collect()
-            self._look()
-        self._finish()
+        with Signals() as signals:
+            signal.signal(signal.SIGCHLD, signals.wake)
+            self._selector.register(signals.woken, selectors.EVENT_READ, signals.empty)
+            self._selector.register(self._incoming, selectors.EVENT_READ, self._receive)
+            self._say("hello", **_facts())
+            while self._kill_at is None or any(child.runs for child in self._children.values()):
+                for key, _ in self._selector.select(self._patience()):
+                    key.data()
+                if signals.first is not None and not self._leaves:
+                    self._leaves = True
+                    self._say("leaving", number=signals.first)
+                    self._do_end(LOST_GRACE_S)
+                self._collect()
+                self._look()
+            self._finish()
 
     def _patience(self) -> float:
         return LOOK_S if self._kill_at is None else min(LOOK_S, max(0.01, self._kill_at - time.monotonic()))
@@ -229,20 +231,6 @@ class Node:
 
     # Its own end
 
-    def _listen_to_signals(self) -> None:
-        waker, woken = socket.socketpair()
-        for each in (waker, woken):
-            each.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self._waker = waker
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-        self._selector.register(woken, selectors.EVENT_READ, functools.partial(_empty, woken))
-
-    def _on_signal(self, number: int, _) -> None:
-        self._heard = number
-
     def _finish(self) -> None:
         left = processes.kill_descendants()
         _remove(self._folders)
@@ -267,12 +255,6 @@ def _facts() -> dict[str, Any]:
         "cpus": machine.cpus(),
         "gpus": machine.gpus(os.environ),
     }
-
-
-def _empty(woken: socket.socket) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while woken.recv(_CHUNK):
-            pass
 
 
 def _guard(supervisor: int, folders: Sequence[str]) -> int:

@@ -52,6 +52,11 @@ class Signals:
         while self.first is None and time.monotonic() < end:
             time.sleep(min(0.05, max(0.0, end - time.monotonic())))
 
+    def wake(self, *_) -> None:
+        """Makes `woken` readable; may handle a further signal."""
+        with contextlib.suppress(OSError):  # enough bytes are waiting, or it is closed
+            self._waker.send(b"!")
+
     def empty(self) -> None:
         """Reads the bytes that woke the loop."""
         with contextlib.suppress(BlockingIOError):
@@ -65,5 +70,4 @@ class Signals:
         elif number == signal.SIGINT and now - self._came_at > _SAME_S:  # `timeout` sends each signal twice.
             self.insists = True
         self._came_at = now
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"!")
+        self.wake()

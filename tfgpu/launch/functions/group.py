@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from tfgpu.errors import InputError, MachineError, is_number
 from tfgpu.launch import layout
@@ -31,23 +32,19 @@ Connect = Callable[[int], AbstractContextManager[Sequence[EngineLink]]]
 
 
 def work_of(
-    train: Callable | str | Path | Job,
+    train: Callable | str | Path,
     arguments: Sequence,
     *,
-    workers: int | None,
-    gpus_per_worker: int | None,
-    max_restarts: int,
-    startup_timeout_s: float,
-    silence_s: float,
     grace_s: float,
     logs: str | Path | None,
     environment: Mapping[str, str] | None,
+    **settings: Any,
 ) -> Work:
     """Describes the work in the form that is sent to the workers.
 
     Args:
-        train: a function, the path of a script, or a whole `Job`, which brings its own settings.
-        arguments, workers, gpus_per_worker, max_restarts, startup_timeout_s, silence_s, logs, environment: as in `Job`.
+        train: a function, or the path of a script.
+        arguments, logs, environment, settings: as in `Job`.
         grace_s: seconds that workers get to save after a request to stop that no failure caused.
 
     Raises:
@@ -55,33 +52,12 @@ def work_of(
     """
     if not is_number(grace_s) or not grace_s >= 0:
         raise InputError(f"`grace_s` must be at least 0 seconds. Received: {grace_s!r}.")
-    if isinstance(train, Job):
-        given = {"arguments": arguments, "workers": workers, "gpus_per_worker": gpus_per_worker, "logs": logs}
-        given |= {"max_restarts": max_restarts, "environment": environment}
-        twice = [name for name, value in given.items() if value]
-        if twice:
-            raise InputError(f"A Job has its own settings: pass {', '.join(twice)} to `Job(...)` only.")
-        if train.parameter_servers:
-            raise InputError(
-                f"This engine starts workers only. Received: parameter_servers={train.parameter_servers}. Set it to 0."
-            )
-        if train.evaluator:
-            raise InputError("This engine starts workers only. Received: evaluator=True. Start it separately.")
-        return Work(train, None, search_paths(), grace_s)
-    settings = {
-        "workers": 2 if workers is None else workers,
-        "gpus_per_worker": gpus_per_worker,
-        "max_restarts": max_restarts,
-        "startup_timeout_s": startup_timeout_s,
-        "silence_s": silence_s,
-        "logs": None if logs is None else Path(logs).absolute(),
-        "environment": dict(environment or {}),
-    }
+    settings |= {"logs": None if logs is None else Path(logs).absolute(), "environment": dict(environment or {})}
     if callable(train):
         name = f"{getattr(train, '__name__', 'function')}()"
         return Work(Job(name, **settings), pickled.pack(train, arguments), search_paths(), grace_s)
     if not isinstance(train, (str, os.PathLike)):
-        raise InputError(f"`train` must be a function, the path of a script, or a Job. Received: {train!r}.")
+        raise InputError(f"`train` must be a function, or the path of a script. Received: {train!r}.")
     script = os.path.abspath(train) if os.path.exists(train) else str(train)
     return Work(Job(script, tuple(map(str, arguments)), **settings), None, search_paths(), grace_s)
 

@@ -23,8 +23,6 @@ OWN = {
     "wrap": "Give the script.",
 }
 """Options of sbatch that the launch sets itself, and what to use instead."""
-EARLY_S = 60
-"""How many seconds early Slurm may send its signal."""
 _NAME = re.compile(r"[A-Za-z0-9_.@+-]+(?:,[A-Za-z0-9_.@+-]+)*")
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=([^\n]*))?")
 
@@ -39,17 +37,17 @@ class Allocation:
             takes the partition's.
         partition: one or several, separated by commas; None takes the default.
         account: the account to charge; None takes the user's default.
-        grace_s: whole seconds for the tasks to save before the time limit, or after a request to stop.
+        grace_s: whole seconds for the tasks to save before the time limit, or after a request to stop. Slurm may
+            send its signal a minute early, so `time` must be longer by more than that.
         options: further options of sbatch in their long form, such as `"--qos=high"` or `"--cpus-per-task=8"`.
 
     Raises:
         InputError: a value is malformed, or the launch sets the option itself.
 
     Example:
-        >>> Allocation(nodes=2, time="1:30")
+        >>> Allocation(nodes=2, options=("--wait",))
         Traceback (most recent call last):
-        tfgpu.errors.InputError: `time` must be more than 120 s: `grace_s` and the 60 s by which Slurm's signal may \
-come early. Received: '1:30', which is 90 s. Increase `time`, or decrease `grace_s`.
+        tfgpu.errors.InputError: sbatch's --wait cannot be set here. Use --wait without --sbatch. Received: '--wait'.
     """
 
     nodes: int = 1
@@ -66,49 +64,8 @@ come early. Received: '1:30', which is 90 s. Increase `time`, or decrease `grace
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):
                 raise InputError(f"`{name}` must be a name as Slurm shows it, without spaces. Received: {value!r}.")
-        self._check_time()
         for option in self.options:
             _check_option(option, given=[name for name in ("time", "partition", "account") if getattr(self, name)])
-
-    def _check_time(self) -> None:
-        limit = None if self.time is None else seconds(self.time)
-        least = self.grace_s + EARLY_S
-        if limit is not None and limit <= least:
-            raise InputError(
-                f"`time` must be more than {least} s: `grace_s` and the {EARLY_S} s by which Slurm's signal may come "
-                f"early. Received: {self.time!r}, which is {limit} s. Increase `time`, or decrease `grace_s`."
-            )
-
-
-def seconds(limit: str) -> int | None:
-    """Parses a time limit as sbatch does.
-
-    Args:
-        limit: such as `"90"` (minutes), `"90:00"`, `"1:30:00"`, `"2-12"` (days and hours), `"2-12:30"`, or
-            `"UNLIMITED"`.
-
-    Returns:
-        Seconds; None for no limit.
-
-    Raises:
-        InputError: it has none of these forms.
-
-    Example:
-        >>> seconds("90"), seconds("1:30:00"), seconds("2-12")
-        (5400, 5400, 216000)
-
-    Source: https://slurm.schedmd.com/sbatch.html#OPT_time
-    """
-    if limit.lower() in ("unlimited", "infinite"):
-        return None
-    days, dash, rest = limit.rpartition("-")
-    parts = rest.split(":")
-    if not re.fullmatch(r"[0-9]{1,6}(:[0-9]{1,6}){0,2}", rest) or (dash and not re.fullmatch(r"[0-9]{1,5}", days)):
-        raise InputError(f"`time` must look like '90' (minutes), '1:30:00' or '2-12:30:00'. Received: {limit!r}.")
-    if not dash and len(parts) < 3:
-        parts.insert(0, "0")  # Minutes come first.
-    hours, minutes, rest_s = [int(part) for part in parts] + [0] * (3 - len(parts))
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest_s
 
 
 def _check_option(option: str, *, given: list[str]) -> None:

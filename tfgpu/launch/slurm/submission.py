@@ -157,7 +157,7 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
 def launch(
     job: Job, allocation: Allocation, *, dry_run: bool = False, wait: bool = False, say: Callable[[str], object] = print
 ) -> int:
-    """Submits a job; if `srun` has already started it, runs this process's task.
+    """Submits a job.
 
     Args:
         job: what to run.
@@ -170,14 +170,14 @@ def launch(
         The exit code for the command line: with `wait`, the job's; otherwise 0.
 
     Raises:
-        InputError: as `batch_file` and `submit`; or the `srun` around it has another number of nodes or tasks.
+        InputError: as `batch_file` and `submit`; or this is a task of an `srun`, each of which would submit a job.
         MachineError: as `submit`.
     """
     if dry_run:
         say(batch_file(job, allocation).rstrip("\n"))
         return 0
     if in_step():
-        _run_here(job, allocation)
+        raise InputError("This runs inside an `srun`. Omit --slurm and its options: `srun tfgpu run SCRIPT`.")
     submitted = submit(job, allocation)
     say(submitted.how_to_follow())
     if not wait:
@@ -253,19 +253,6 @@ def _variables(job: Job) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InputError(f"A variable's name must be letters, digits and '_'. Received: {name!r}.")
     return variables | job.environment
-
-
-def _run_here(job: Job, allocation: Allocation) -> None:
-    """Becomes `tfgpu run`, unless the options contradict the enclosing `srun`."""
-    wanted = {"SLURM_STEP_NUM_NODES": allocation.nodes, "SLURM_STEP_NUM_TASKS": _tasks(job)}
-    for name, number in wanted.items():
-        if os.environ.get(name, str(number)) != str(number):
-            raise InputError(
-                f"This runs inside an `srun`, which has {name}={os.environ[name]}, but {number} was requested. "
-                "Omit --slurm and its options: `srun tfgpu run SCRIPT`."
-            )
-    os.environ.update(_variables(job))
-    os.execv(sys.executable, [sys.executable, "-m", "tfgpu.run", job.script, *job.arguments])
 
 
 def _show(id: str) -> tuple[dict[str, str], str]:

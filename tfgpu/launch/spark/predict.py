@@ -4,7 +4,6 @@ import atexit
 import functools
 import hashlib
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.launch.spark.data import Columns, arrays_of, planned, pyarrow
 from tfgpu.launch.spark.frame import to_frame
 
-NUMBERS = {"float": "float32", "double": "float64", "int": "int32", "bigint": "int64"}
-"""Spark's names for the numbers of a prediction, and NumPy's."""
+OUTPUTS = ("array<float>", "float")
+"""Spark's types of a prediction."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def spark_predict(
         columns: what the model gets: a column, a list of columns to concatenate as float32, or a mapping from each of
             the model's inputs to one of these.
         output: the name of the new column.
-        output_type: its Spark type: `"float"` for a model with one number per row, `"array<float>"` for several,
-            `"array<array<float>>"` for two dimensions; double, int and bigint likewise.
+        output_type: its Spark type: `"float"` for a model with one number per row, `"array<float>"` for several. Cast
+            the column for another.
         batch_rows: rows per call of the model.
 
     Returns:
@@ -83,7 +82,8 @@ def spark_predict(
     batch_rows = whole_number("batch_rows", batch_rows)
     if output in frame.columns:
         raise InputError(f"The data already has a column {output!r}. Give `output` another name.")
-    _depth(output_type)
+    if output_type not in OUTPUTS:
+        raise unknown("output_type", output_type, OUTPUTS)
     name = _sent(frame.sparkSession.sparkContext, path)
     spec = TaskSpec(name, planned(columns, frame.columns), output, output_type, batch_rows)
     from pyspark.sql.types import StructType
@@ -111,44 +111,27 @@ def predicted(batches: Iterator, spec: TaskSpec) -> Iterator:
 
 
 def to_arrow(found, output_type: str):
-    """Predictions as an Arrow array of a Spark type.
+    """Predictions as an Arrow array.
 
     Args:
         found: what `predict` returned, of shape `[rows, ...]`.
-        output_type: as in `spark_predict`.
+        output_type: one of `OUTPUTS`.
 
     Raises:
-        InputError: the type has another number of dimensions.
+        InputError: there are several outputs, or a row has another shape.
     """
     import numpy as np
 
-    arrow = pyarrow()
     if not isinstance(found, np.ndarray):
         raise InputError("The model has several outputs. Save one with a single output: `keras.Model(inputs, one)`.")
-    depth, shape = _depth(output_type), found.shape[1:]
-    if depth == 0 and found.size == len(found) or depth == 1 and not shape:
-        shape = (1,) * depth
-    if len(shape) != depth:
-        fits = "array<" * len(shape) + "float" + ">" * len(shape)
+    shape = found.shape[1:]
+    if len(shape) > 1 or (output_type == "float" and shape not in ((), (1,))):
+        fits = "a flat output" if len(shape) > 1 else "'array<float>'"
         raise InputError(
-            f"The model predicts a shape of {shape} per row. Received: output_type={output_type!r}. Use {fits!r}."
+            f"The model predicts a shape of {shape} per row. Received: output_type={output_type!r}. Use {fits}."
         )
-    number = output_type.removeprefix("array<" * depth).rstrip(">")
-    values = arrow.array(found.reshape(-1).astype(NUMBERS[number]))
-    for size in reversed(shape):
-        offsets = np.arange(0, len(values) + 1, size, np.int32)
-        values = arrow.ListArray.from_arrays(arrow.array(offsets), values)
-    return values
-
-
-def _depth(output_type: str) -> int:
-    match = re.fullmatch(rf"((?:array<)*)({'|'.join(NUMBERS)})(>*)", output_type)
-    if not match or len(match[1]) != 6 * len(match[3]):
-        raise InputError(
-            f"`output_type` must be float, double, int or bigint, or arrays of them. Received: {output_type!r}. "
-            "Use 'float' or 'array<float>'."
-        )
-    return len(match[3])
+    rows = found.astype("float32").reshape(len(found), -1)
+    return pyarrow().array(rows[:, 0] if output_type == "float" else list(rows))
 
 
 @functools.lru_cache(maxsize=2)
