@@ -43,7 +43,7 @@ WELL = {
         },
         "gpus": [],
         "folder": "/site/tensorflow",
-        "loading": {"failed": {}, "places": {}, "log": ""},
+        "loading": {"failed": {}, "log": ""},
     },
     "keras": {"version": "3.15.1", "backend": "tensorflow"},
     "repairs": {"local-losses": True, "own-means": True},
@@ -78,7 +78,6 @@ WELL = {
         "disk": {"folder": "/work", "free_bytes": 200 * 2**30, "is_writable": True},
     },
     "xid": {"lines": [], "unread": ""},
-    "cluster": {},
 }
 
 
@@ -101,12 +100,9 @@ FOUND = {
         "tf32": True,
     },
     "sums": {"devices": 2, "kind": "CPU", "bytes": 2**26, "sum": rate(4e8), "copy": rate(8e9)},
-    "disk": {"folder": "/work", "write": 3e8, "read": rate(1e9), "input": rate(5e8)},
     "training": {"devices": 2, "kind": "CPU", "one_device": WEIGHTS, "mirrored": WEIGHTS, "averaging": WEIGHTS},
     "multi_worker": {
         "workers": 2,
-        "tcp": {"worker 1": 2e9},
-        "clocks": {"worker 1": [0.01, 0.001]},
         "sum": rate(3e8),
         "weights": WEIGHTS,
     },

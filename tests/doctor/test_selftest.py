@@ -1,9 +1,6 @@
 """The self-test: hand-made results, real parts, and failing parts."""
 
 import copy
-import json
-import subprocess
-import sys
 
 import pytest
 
@@ -29,8 +26,7 @@ def test_figures_of_a_machine_that_is_well(found, judged):
     assert {check.status for check in named.values()} == {"ok"}
     assert named["Matrix products"].figures == {"rate": 8e10, "peak": 1e11, "ratio": 0.8}
     assert named["All-reduce between devices"].figures["ratio"] == pytest.approx(0.05)
-    assert "0.15 of the 2.00 GB/s of a plain TCP connection" in named["All-reduce between workers"].found
-    assert named["Input rate"].figures["ratio"] == 0.5
+    assert named["All-reduce between workers"].found.endswith("0.30 GB/s")
 
 
 def test_figures_of_gpus_against_what_their_makers_say(found, judged, facts, with_gpus, a_gpu):
@@ -75,9 +71,6 @@ def test_a_bridge_between_cards_is_not_judged_by_their_slot(found, judged, with_
         ({"training": {"averaging": [0.5, float("nan"), 10.0]}}, "Training averaging", "problem", "nan"),
         ({"training": {"mirrored": None}}, "Training mirrored", "ok", "not tried"),
         ({"multi_worker": {"weights": [0.5, -2.0]}}, "Training multi_worker", "problem", "2 weights, but one"),
-        ({"multi_worker": {"clocks": {"worker 1": [-40.0, 0.1]}}}, "Clocks of workers", "warning", "40.0 s behind"),
-        ({"multi_worker": {"sum": rate(1e6)}}, "All-reduce between workers", "warning", "less than 0.02"),
-        ({"disk": {"write": 1e7}}, "Disk rate", "warning", "too slow"),
         ({"sums": {"error": "no answer within 5 s"}}, "All-reduce between devices", "problem", "no answer within 5 s"),
         ({"parameter_server": {"weights": None, "error": "gone"}}, "Training parameter_server", "problem", "gone"),
     ],
@@ -90,14 +83,14 @@ def test_a_figure_that_is_wrong(change, name, status, words, found, judged):
 
 
 def test_each_other_machine_is_judged_by_its_own_facts(found, facts):
-    there = {name: copy.deepcopy(found[name]) for name in ("multiply", "sums", "disk", "training")}
-    there["disk"]["write"] = 1e7
+    there = {name: copy.deepcopy(found[name]) for name in ("multiply", "sums", "training")}
+    there["multiply"]["devices"][0]["float32"] = rate(1e10)
     there["training"]["one_device"] = there["training"]["mirrored"] = there["training"]["averaging"] = [0.5, -2.0, 10.5]
     machines = {"b": {**there, "facts": {"tensorflow": {"gpus": []}, "driver": {}}}, "c": {"error": "no route"}}
     named = {check.name: check for check in judge.judge(found, facts, ["a", "b", "c"], machines)}
-    assert named["Disk rate"].status == "ok" and named["Disk rate on b"].status == "warning"
-    assert named["Disk rate on b"].fix.startswith("On b: Put data")
-    assert named["Matrix products on b"].figures == {"rate": 8e10, "peak": 1e11, "ratio": 0.8}
+    assert named["Matrix products"].status == "ok" and named["Matrix products on b"].status == "warning"
+    assert named["Matrix products on b"].fix.startswith("On b: Check for other programs")
+    assert named["Matrix products on b"].figures == {"rate": 1e10, "peak": 1e11, "ratio": 0.1}
     # It agrees with itself, and not with this machine.
     assert named["Training mirrored on b"].status == "ok" and named["Training one_device on b"].status == "problem"
     assert named["Machine c"].status == "problem" and "no route" in named["Machine c"].found
@@ -118,29 +111,6 @@ def test_fewer_than_two_workers(workers):
     assert selftest.checked([]) == ["localhost", "localhost"]
 
 
-def test_the_network_between_two_processes(addresses, clean):
-    code = (
-        "import json; from tfgpu.cluster import Cluster; from tfgpu.doctor.selftest import network\n"
-        "print(json.dumps(network.measured(Cluster.from_environment())))"
-    )
-    workers = addresses(2)
-    running = []
-    for index in (0, 1):
-        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        environ = asking.with_tfgpu(clean(TF_CONFIG=json.dumps(task)))
-        command = [sys.executable, "-c", code]
-        running.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
-    try:
-        first, second = (json.loads(process.communicate(timeout=550)[0]) for process in running)
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
-    assert second == {} and first["tcp"]["worker 1"] > 1e6
-    ahead_s, within_s = first["clocks"]["worker 1"]
-    assert abs(ahead_s) <= within_s + 0.1
-
-
 def test_a_worker_that_does_not_start_is_reported_by_the_launcher(clean):
     environ = asking.with_tfgpu(clean(TFGPU_REPAIR="0", PYTHONHASHSEED="oops"))
     found = selftest.launched(
@@ -152,29 +122,27 @@ def test_a_worker_that_does_not_start_is_reported_by_the_launcher(clean):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(1500)
-def test_this_machine_passes(facts, clean, tmp_path):
-    checks = selftest.examine(facts, clean(), workers=["localhost", "localhost"], folder=tmp_path)
+def test_this_machine_passes(facts, clean):
+    checks = selftest.examine(facts, clean(), workers=["localhost", "localhost"])
     named = {check.name: check for check in checks}
     names = ("one_device", "mirrored", "averaging", "multi_worker", "parameter_server")
     for name in names:
         assert named[f"Training {name}"].status == "ok", named[f"Training {name}"]
-    for name in ("Matrix products", "All-reduce between devices", "All-reduce between workers", "Input rate"):
+    for name in ("Matrix products", "All-reduce between devices", "All-reduce between workers"):
         assert named[name].figures["rate"] > 0, named[name]
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(1500)
-def test_every_machine_is_measured(facts, clean, ssh_server, tmp_path):
+def test_every_machine_is_measured(facts, clean, ssh_server):
     hosts = ["localhost", "node1", "nowhere"]
-    checks = selftest.examine(facts, clean(), workers=hosts, ssh=ssh_server, folder=tmp_path)
+    checks = selftest.examine(facts, clean(), workers=hosts, ssh=ssh_server)
     named = {check.name: check for check in checks}
     for name in ("one_device", "mirrored", "averaging"):
         assert named[f"Training {name} on node1"].status == "ok", named[f"Training {name} on node1"]
-    for name in ("Matrix products", "All-reduce between devices", "Input rate"):
+    for name in ("Matrix products", "All-reduce between devices"):
         assert named[f"{name} on node1"].figures["rate"] > 0, named[f"{name} on node1"]
-    assert str(tmp_path) in named["Disk rate on node1"].found and not list(tmp_path.iterdir())
     # One that is not reached is named, and hides nothing of the other.
     assert named["Machine nowhere"].status == named["Training multi_worker"].status == "problem"
     assert "nowhere" in named["Training parameter_server"].found
@@ -187,7 +155,7 @@ def test_workers_are_reached_by_ssh(ssh_server, clean):
     found = selftest.launched(
         "multi_worker", ["-n", "2"], ["node1", "node2"], environ=environ, gpus=0, ssh=ssh_server, seconds=300
     )
-    assert found["workers"] == 2 and found["tcp"]["worker 1"] > 1e6, found
+    assert found["workers"] == 2 and min(found["sum"]["values"]) > 0, found
     servers = selftest.launched(
         "parameter_server",
         ["-n", "1", "--ps", "1"],

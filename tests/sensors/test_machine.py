@@ -170,21 +170,6 @@ def test_limits_of_the_control_group(tmp_path):
     assert (found["memory_limit_bytes"], found["group_memory_bytes"]) == (8 << 30, 2 << 30)  # without droppable pages
 
 
-def test_energy_counters_that_wrap(tmp_path):
-    package = "sys/class/powercap/intel-rapl:{}/"
-    full = {"energy_uj": "9000000", "max_energy_range_uj": "10000000"}
-    contents = {package.format(number) + name: text for number in (0, 1) for name, text in full.items()}
-    contents["sys/class/powercap/intel-rapl:0:0/energy_uj"] = "5"  # package 0 includes it
-    root = files(tmp_path, contents)
-    machine = Machine(root=root)
-    assert machine.read(0.0)["cpu_energy_j"] == 0.0
-    files(root, {package.format(0) + "energy_uj": "9500000", package.format(1) + "energy_uj": "2000000"})
-    assert machine.read(1.0)["cpu_energy_j"] == pytest.approx(0.5 + 3.0)  # 2 - 9 + 10
-    (root / package.format(1) / "energy_uj").unlink()
-    assert machine.read(2.0)["cpu_energy_j"] == pytest.approx(3.5)
-    assert Machine(root=tmp_path / "none").read(0.0)["cpu_energy_j"] is None
-
-
 TRAFFIC = """
 import json, os, socket, subprocess
 from tfgpu.sensors.machine import Machine

@@ -38,7 +38,6 @@ FACTS: dict[str, tuple[str, ...] | None] = {
         *("cores", "all_cores", "quota", "threads", "memory_bytes", "free_bytes", "memory_limit_bytes", "container"),
         *("pci_gpus", "devices", "kernel_driver", "shared_memory", "infiniband", "limits", "disk"),
     ),
-    "cluster": (*("own", "names", "here", "own_addresses", "port", "reached", "clocks", "differs", "others"),),
 }
 """The doctor's questions, and the fields of each answer to include; `None` includes all."""
 VARIABLES = (

@@ -4,12 +4,11 @@ The caller records its own time before and after; the answer contains the other'
 estimate, with an error of at most half the round trip (Cristian, "Probabilistic clock synchronization", 1989; as NTP).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_S = 2.0
 """The largest tolerated offset in seconds; larger ones confuse file times, logs of several machines, certificates."""
-FIX = "Set the clocks: `sudo timedatectl set-ntp true`, or `sudo chronyc makestep`."
 
 
 @dataclass(frozen=True)
@@ -47,25 +46,19 @@ def read(told: object, *, sent_s: float, took_s: float) -> Clock | None:
     return Clock(told - (sent_s + took_s / 2), took_s / 2)
 
 
-class Comparison:
-    """Collects clock offsets from several calls, and keeps the most accurate of each machine."""
+def note(clocks: dict[int, Clock], index: int, answer: Mapping, *, sent_s: float, took_s: float) -> None:
+    """Records an answer, if it gives a more accurate offset.
 
-    def __init__(self):
-        self._found: dict[int, Clock] = {}
-
-    def note(self, index: int, answer: Mapping, *, sent_s: float, took_s: float) -> None:
-        """Records an answer, if it gives a more accurate offset."""
-        clock, known = read(answer.get("clock"), sent_s=sent_s, took_s=took_s), self._found.get(index)
-        if clock and (known is None or clock.within_s < known.within_s):
-            self._found[index] = clock
-
-    def named(self, names: Sequence[str]) -> dict[str, Clock]:
-        """The offsets by name.
-
-        Args:
-            names: the names of all members, by index.
-        """
-        return {names[index]: clock for index, clock in sorted(self._found.items())}
+    Args:
+        clocks: the most accurate offset of each machine so far, by its number.
+        index: the number of the machine that has answered.
+        answer: its answer, with its time as `clock`.
+        sent_s: this machine's time at the request.
+        took_s: seconds until the answer.
+    """
+    clock, known = read(answer.get("clock"), sent_s=sent_s, took_s=took_s), clocks.get(index)
+    if clock and (known is None or clock.within_s < known.within_s):
+        clocks[index] = clock
 
 
 def advice(clocks: Mapping[str, Clock]) -> list[str]:
@@ -75,21 +68,14 @@ def advice(clocks: Mapping[str, Clock]) -> list[str]:
         clocks: offsets by the name of the process.
 
     Example:
-        >>> advice({"worker 1": Clock(-34.5, 0.01), "worker 2": Clock(0.5, 0.01)})
-        ['The clock of worker 1 is 34.5 s behind. Set the clocks: ...']
+        >>> advice({"worker 1": Clock(-30.0, 0.1), "worker 2": Clock(0.5, 0.1)})
+        ['The clock of worker 1 is 30.0 s behind. Set the clocks: `sudo timedatectl set-ntp true`, or `sudo chronyc \
+makestep`.']
     """
-    off = {name: clock for name, clock in clocks.items() if clock.is_off}
-    if not off:
-        return []
-    told = [f"{name} is {shown(clock)}" for name, clock in off.items()]
-    return [f"The clock of {', of '.join(told)}. {FIX}"]
-
-
-def shown(clock: Clock) -> str:
-    """Formats an offset.
-
-    Example:
-        >>> shown(Clock(2.25, 0.001))
-        '2.2 s ahead'
-    """
-    return f"{abs(clock.ahead_s):.1f} s {'ahead' if clock.ahead_s > 0 else 'behind'}"
+    told = [
+        f"{name} is {abs(clock.ahead_s):.1f} s {'ahead' if clock.ahead_s > 0 else 'behind'}"
+        for name, clock in clocks.items()
+        if clock.is_off
+    ]
+    fix = "Set the clocks: `sudo timedatectl set-ntp true`, or `sudo chronyc makestep`."
+    return [f"The clock of {', of '.join(told)}. {fix}"] if told else []

@@ -1,7 +1,7 @@
 """Holds a meeting from synchronous code."""
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from tfgpu.rendezvous.meeting import Meeting
 
@@ -12,17 +12,5 @@ def hold(meeting: Meeting) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         asyncio.run(meeting.hold())
-        return
-    errors: list[BaseException] = []
-
-    def in_thread() -> None:
-        try:
-            asyncio.run(meeting.hold())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=in_thread, name="preflight", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    else:
+        ThreadPoolExecutor(1, "preflight").submit(asyncio.run, meeting.hold()).result()

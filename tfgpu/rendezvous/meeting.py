@@ -61,7 +61,7 @@ class Meeting:
         self._reached: set[int] = set()
         self._running: set[int] = set()  # TensorFlow has started there.
         self._why: dict[int, str] = {}
-        self._clocks = clocks.Comparison()
+        self._clocks: dict[int, clocks.Clock] = {}
         self._notes: dict[str, str] = {}
         self._guests = 0
         self._writers: set[asyncio.StreamWriter] = set()
@@ -101,14 +101,6 @@ class Meeting:
             if server:
                 server.close()
             await self._hang_up()
-
-    def clocks_of_others(self) -> dict[str, clocks.Clock]:
-        """The clock offsets of the processes that have answered, by name."""
-        return self._clocks.named([each.name for each in self.everyone])
-
-    def reached(self) -> list[str]:
-        """The names of the processes that have answered."""
-        return [self.everyone[index].name for index in sorted(self._reached)]
 
     # Listening.
 
@@ -209,7 +201,7 @@ class Meeting:
             sent_s, since_s = time.time(), time.monotonic()
             writer.write(self._hello(stays=index == LEADER))
             answer = await wire.read(reader)
-            self._clocks.note(index, answer, sent_s=sent_s, took_s=time.monotonic() - since_s)
+            clocks.note(self._clocks, index, answer, sent_s=sent_s, took_s=time.monotonic() - since_s)
             await self._hear(index, answer, reader, writer)
         except wire.Running:
             self._why[index] = "TensorFlow already runs there: this process is too late, or another job uses the port"
@@ -288,7 +280,7 @@ class Meeting:
             self._fail(InputError(wrong))
             return
         self._chair.warn()
-        for text in clocks.advice(self.clocks_of_others()):
+        for text in clocks.advice({self.everyone[index].name: clock for index, clock in sorted(self._clocks.items())}):
             _log.warning("%s", text)
         await self._chair.let_go()
         self._finish()

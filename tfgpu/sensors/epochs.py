@@ -78,10 +78,8 @@ class Epochs:
         found = limit({**means, "input_wait": row["input_wait"]}, workers=self._workers)
         row |= {"limit": found.resource, "why": found.why}
         energy = self._energies(epoch)
-        row |= energy
-        told = [value for name in ("gpu_energy_j", "cpu_energy_j") if (value := energy.get(name)) is not None]
-        joules = sum(told) if told else None
-        row["energy_j"] = joules
+        joules = energy.get("gpu_energy_j")
+        row |= {**energy, "energy_j": joules}
         row["energy_per_example_j"] = joules / epoch.examples if joules is not None and epoch.examples else None
         for name in means:
             row |= {f"{name}_mean": means[name], f"{name}_max": most[name]}

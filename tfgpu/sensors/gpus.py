@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from tfgpu.sensors import nvml as driver
 from tfgpu.sensors.sample import Gpu
 
 _ALL_LINKS = 0xFFFFFFFF
-_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """The bandwidth of a PCIe lane in one direction, by generation, net of encoding."""
 
 
@@ -50,12 +49,10 @@ class Gpus:
 
     Args:
         everything: all GPUs of the machine, not only those in CUDA_VISIBLE_DEVICES.
-        environ: environment variables; None means this process's.
     """
 
-    def __init__(self, *, everything: bool = False, environ: Mapping[str, str] | None = None):
-        environ = os.environ if environ is None else environ
-        self._shown = None if everything else environ.get("CUDA_VISIBLE_DEVICES")
+    def __init__(self, *, everything: bool = False):
+        self._shown = None if everything else os.environ.get("CUDA_VISIBLE_DEVICES")
         self._held = contextlib.ExitStack()
         self._nvml: Any = None
         self._watched: dict[str, _Watched] = {}
@@ -134,7 +131,7 @@ class Gpus:
         lanes, generation = ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), None
         if whole:
             generation = ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
-        lane = _LANE_BYTES_PER_S.get(generation or 0)
+        lane = LANE_BYTES_PER_S.get(generation or 0)
         carried = lane * lanes if lane and lanes else None
         return _Watched(handle, label, name, uuid, whole, carried, driver.nvlink_rate(nvml, handle) if whole else None)
 

@@ -21,11 +21,27 @@ def cpu_quota(root: Path) -> float | None:
 
 def memory_limit(root: Path) -> int | None:
     """The memory limit of this process's control group in bytes; `None` without a limit."""
+    found = _limited(root)
+    return None if found is None else found[0]
+
+
+def memory_used(root: Path) -> int | None:
+    """The memory use of the limited control group in bytes, without reclaimable cache; `None` without a limit."""
+    found = _limited(root)
+    if found is None or not (now := _text(found[1]).strip()).isdecimal():
+        return None
+    lines = [line.split() for line in _text(found[1].parent / "memory.stat").splitlines()]
+    kept = dict(words for words in lines if len(words) == 2)
+    return max(0, int(now) - int(kept.get("inactive_file", kept.get("total_inactive_file", 0))))
+
+
+def _limited(root: Path) -> tuple[int, Path] | None:
+    """The nearest group's limit, and the file with its use."""
     for path in _groups(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _text(path / name).strip()
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            text = _text(path / limit).strip()
             if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for no limit.
-                return int(text)
+                return int(text), path / used
     return None
 
 
@@ -44,17 +60,6 @@ def _groups(root: Path, controller: str) -> list[Path]:
         own = top / path.strip().lstrip("/")
         found += [each for each in (own, *own.parents) if each == top or top in each.parents]
     return found
-
-
-def memory_used(root: Path) -> int | None:
-    """The memory use of the limited control group in bytes, without reclaimable cache; `None` without a limit."""
-    for path in _groups(root, "memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            most, now = _text(path / limit).strip(), _text(path / used).strip()
-            if most.isdecimal() and int(most) < 2**60 and now.isdecimal():
-                kept = dict(line.split() for line in _text(path / "memory.stat").splitlines() if len(line.split()) == 2)
-                return max(0, int(now) - int(kept.get("inactive_file", kept.get("total_inactive_file", 0))))
-    return None
 
 
 def _text(path: Path) -> str:

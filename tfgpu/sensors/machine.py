@@ -16,11 +16,11 @@ _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
 
 
 class Machine:
-    """Reads CPU, memory, disks, network and the processors' energy; what cannot be read is `None`.
+    """Reads CPU, memory, disks and network; what cannot be read is `None`.
 
     Args:
         pid: the root of the process tree to watch; `None` means this process.
-        root: the folder that holds `proc` and `sys`, for control groups and RAPL.
+        root: the folder that holds `proc` and `sys`, for control groups.
     """
 
     def __init__(self, *, pid: int | None = None, root: str | Path = "/"):
@@ -31,7 +31,6 @@ class Machine:
         self._cpu_s: dict[int, float] = {}
         self._used_s = 0.0  # by the whole tree so far, including processes that have ended
         self._before: dict[str, float] = {}
-        self._energy = _Energy(self._root)
         self.cores = cores(self._root)
 
     def read(self, seconds: float) -> dict[str, Any]:
@@ -57,16 +56,13 @@ class Machine:
             "cores": self.cores,
             **rates,
             "cpu_share": min(1.0, rates["cpu_cores"] / self.cores) if "cpu_cores" in rates else None,
-            "machine_cpu_share": busy / (busy + idle)
-            if busy is not None and idle is not None and busy + idle
-            else None,
+            "machine_cpu_share": busy / (busy + idle) if busy + idle else None,
             "network_share": _network_share(cards),
             "memory_bytes": resident,
             "machine_memory_bytes": memory.total - memory.available,
             "machine_memory_total_bytes": memory.total,
             "memory_limit_bytes": groups.memory_limit(self._root),
             "group_memory_bytes": groups.memory_used(self._root),
-            "cpu_energy_j": self._energy.read(),
         }
 
     def _tree(self, seconds: float) -> int:
@@ -128,32 +124,3 @@ def _network_share(rates: dict[str, float]) -> float | None:
         ]
         return max(shares, default=None)
     return None
-
-
-class _Energy:
-    """The energy of the CPU packages, by RAPL's counters, which wrap around."""
-
-    def __init__(self, root: Path):
-        self._packages = sorted((root / "sys/class/powercap").glob("intel-rapl:[0-9]*"))
-        self._packages = [path for path in self._packages if path.name.count(":") == 1 and _number(path / "energy_uj")]
-        self._before = {path: _number(path / "energy_uj") for path in self._packages}
-        self._joules = 0.0
-
-    def read(self) -> float | None:
-        if not self._packages:
-            return None
-        for path in self._packages:
-            now, then = _number(path / "energy_uj"), self._before[path]
-            if now is None or then is None:
-                continue
-            passed = now - then if now >= then else now - then + (_number(path / "max_energy_range_uj") or 0)
-            self._joules += max(0, passed) / 1e6
-            self._before[path] = now
-        return self._joules
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # Only root may read it on most machines.
-        return None

@@ -79,7 +79,6 @@ class Sample:
         network_received_bytes_per_s: the same for received bytes.
         network_share: share of the bandwidth in one direction of the busiest interface with a known speed, 0 to 1.
             RDMA over InfiniBand is not counted.
-        cpu_energy_j: energy of all CPU packages since the sampler began (RAPL).
         gpus: the GPUs visible to this process.
         gpu_error: why there are no GPUs, or a GPU was lost; `""` if all is well.
     """
@@ -100,7 +99,6 @@ class Sample:
     network_sent_bytes_per_s: float | None = None
     network_received_bytes_per_s: float | None = None
     network_share: float | None = None
-    cpu_energy_j: float | None = None
     gpus: tuple[Gpu, ...] = field(default=())
     gpu_error: str = ""
 

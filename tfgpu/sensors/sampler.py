@@ -1,8 +1,7 @@
 """Samples a machine and its GPUs."""
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 
 from tfgpu.sensors.gpus import Gpus
@@ -15,9 +14,6 @@ class Sampler:
 
     Args:
         everything: all GPUs of the machine, not only those in CUDA_VISIBLE_DEVICES.
-        pid: the root of the process tree to sample; None means this process.
-        root: the folder below which control groups and RAPL's files are read.
-        environ: environment variables; None means this process's.
         clock: a monotonic clock in seconds.
 
     Example:
@@ -27,19 +23,11 @@ class Sampler:
         (True, True)
     """
 
-    def __init__(
-        self,
-        *,
-        everything: bool = False,
-        pid: int | None = None,
-        root: str | Path = "/",
-        environ: Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, *, everything: bool = False, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._begun = clock()
-        self._machine = Machine(pid=pid, root=root)
-        self.gpus: Gpus = Gpus(everything=everything, environ=environ)
+        self._machine = Machine()
+        self.gpus: Gpus = Gpus(everything=everything)
 
     def read(self) -> Sample:
         """Takes a sample."""

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from packaging.specifiers import SpecifierSet
 
@@ -18,7 +18,6 @@ _FIRST_PTXAS = {
     (12, 0): (12, 8),
     (12, 1): (12, 9),
 }
-_MOST_FOLDERS = 12
 
 
 def cuda(facts: Mapping[str, dict]) -> list[Check]:
@@ -36,16 +35,13 @@ def cuda(facts: Mapping[str, dict]) -> list[Check]:
         failed = {}  # TensorFlow has found them elsewhere.
     elif not failed:
         failed = {each["file"]: each["error"] for each in found.values() if not each.get("path")}
-    faults = [_unloaded(file, words, log.get("places", {}).get(file, []), facts) for file, words in failed.items()]
+    faults = [_unloaded(file, words, facts) for file, words in failed.items()]
     return faults or [Check("CUDA libraries", "ok", there or "part of TensorFlow's build")]
 
 
-def _unloaded(file: str, words: str, folders: Sequence[str], facts: Mapping[str, dict]) -> Check:
-    """The check of a library that could not be loaded: the loader's error, and where it searched."""
-    looked = ", ".join(folders[:_MOST_FOLDERS]) or "the loader's default folders"
-    if len(folders) > _MOST_FOLDERS:
-        looked += f" and {len(folders) - _MOST_FOLDERS} more"
-    text = f"{file} cannot be loaded: {words or 'not found'}. Searched in {looked}"
+def _unloaded(file: str, words: str, facts: Mapping[str, dict]) -> Check:
+    """The check of a library that could not be loaded, with the loader's error."""
+    text = f"{file} cannot be loaded: {words or 'not found'}"
     # It may be broken, or in a folder that TensorFlow does not search.
     lies = next((each.get("path") for each in facts["libraries"].values() if each.get("file") == file), None)
     if lies and "/" in lies:

@@ -1,10 +1,9 @@
 """Checks of cores, memory, limits, shared memory, disk and container."""
 
-import os
-import shlex
 from collections.abc import Mapping
 
 from tfgpu.doctor.check import Check
+from tfgpu.launch.heartbeat import HEARTBEAT
 
 GIB = 2**30
 FILES = 4096
@@ -14,7 +13,7 @@ _SMALL_SHARED = 2**28
 _THREADS = 2048
 
 
-def processor(facts: Mapping[str, dict]) -> list[Check]:
+def processor(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
     """Compares the cores that this process may use with the threads that it starts."""
     found = facts["machine"]
     if not found.get("cores"):
@@ -34,8 +33,7 @@ def processor(facts: Mapping[str, dict]) -> list[Check]:
     if odd:
         told = ", ".join(f"{name}={value!r}" for name, value in odd.items())
         return [Check("CPU", "warning", f"{text}; not a number: {told}", command=f"unset {' '.join(odd)}")]
-    # In a launch, several processes share the cores.
-    alone = usable >= 4 and not facts["cluster"]
+    alone = usable >= 4 and not environ.get(HEARTBEAT)  # in a launch, several processes share the cores
     lone = [name for name, value in found.get("threads", {}).items() if _number(value) == 1 and alone]
     if lone:
         told = f"{text}, but {', '.join(lone)} allows one thread"
@@ -62,10 +60,10 @@ def _number(value: str) -> int:
     return int(value) if _is_number(value) else 0
 
 
-def memory(facts: Mapping[str, dict]) -> Check:
+def memory(facts: Mapping[str, dict]) -> Check | None:
     found = facts["machine"]
     if "error" in found:
-        return Check("Memory", "warning", found["error"], command="pip install psutil")
+        return None  # `processor` reports it.
     total, free, limit = found["memory_bytes"], found["free_bytes"], found.get("memory_limit_bytes")
     text = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
     if limit and limit < total:
@@ -78,13 +76,11 @@ def memory(facts: Mapping[str, dict]) -> Check:
     return Check("Memory", "ok", text)
 
 
-def shared_memory(facts: Mapping[str, dict]) -> Check:
+def shared_memory(facts: Mapping[str, dict]) -> Check | None:
     """`/dev/shm`, which NCCL and data workers use; Docker's default is 64 MiB."""
     found, name = facts["machine"].get("shared_memory"), "/dev/shm"
     if not found:
-        return Check(
-            name, "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
-        )
+        return None
     if "error" in found:
         fix = "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm"
         return Check(name, "warning", found["error"], command=f"sudo mkdir -p /dev/shm; {fix}")
@@ -110,13 +106,11 @@ def _larger(container: str) -> tuple[str, str]:
     return "", "sudo mount -o remount,size=8g /dev/shm"
 
 
-def container(facts: Mapping[str, dict]) -> Check:
+def container(facts: Mapping[str, dict]) -> Check | None:
     """A container without access to the GPUs of its host."""
     found, name = facts["machine"], "Container"
     if "error" in found:
-        return Check(
-            name, "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
-        )
+        return None
     kind, there = found.get("container", ""), found.get("devices", {})
     has_host_gpus = found.get("pci_gpus") or found.get("kernel_driver")
     if kind and has_host_gpus and not there.get("gpus"):
@@ -144,11 +138,7 @@ def limits(facts: Mapping[str, dict]) -> list[Check]:
     """Open files, processes, locked memory and address space."""
     found = facts["machine"].get("limits")
     if not found:
-        return [
-            Check(
-                "Limits", "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
-            )
-        ]
+        return []
     faults = []
     if 0 <= found["files"] < FILES:
         text = f"at most {found['files']} open files; a training with many files and workers needs {FILES}"
@@ -182,20 +172,14 @@ def _shown(value: int) -> str:
     return "unlimited" if value < 0 else f"{value}"
 
 
-def disk(facts: Mapping[str, dict]) -> Check:
+def disk(facts: Mapping[str, dict]) -> Check | None:
     """Disk space for checkpoints in the working directory."""
     found = facts["machine"].get("disk")
     if not found:
-        return Check(
-            "Disk", "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
-        )
+        return None
     text = f"{found['free_bytes'] / GIB:.1f} GiB free in {found['folder']}"
     if not found["is_writable"]:
-        return Check("Disk", "warning", f"{found['folder']} cannot be written", command=f"cd {shlex.quote(_home())}")
+        return Check("Disk", "warning", f"{found['folder']} cannot be written", command="cd ~")
     if found["free_bytes"] < 5 * GIB:
         return Check("Disk", "warning", f"{text}: checkpoints may not fit", "Free some, or use another disk: --output.")
     return Check("Disk", "ok", text)
-
-
-def _home() -> str:
-    return os.path.expanduser("~")

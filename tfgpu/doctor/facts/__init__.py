@@ -1,47 +1,50 @@
-"""Collects facts about this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras.
+"""Collects facts about this machine's Python, packages, driver, libraries, kernel, TensorFlow and Keras.
 
 `asking.py` answers the questions in separate processes; the other files hold the questions, by subject.
 """
 
-import tempfile
-import threading
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from tfgpu.doctor.facts import asking, loader
+from tfgpu.doctor.facts import asking
 
 QUICK_S, TENSORFLOW_S, REPAIRS_S = 60, 240, 600
 """Time limits of a group of questions in seconds; on an idle machine they take 1, 7 and 15."""
-_ENGINE = ("repairs", "patches")  # one process each: the probes must run without patches
 _HERE = "tfgpu.doctor.facts"
 _LOG_LINES = 100
+_LOGGING = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1,gpu_device=0"}
+"""Variables that make TensorFlow log the libraries it could not load."""
+_FAILED = re.compile(r"Could not load dynamic library '([^']+)'; dlerror: (.*?)(?:; LD_LIBRARY_PATH: .*)?$")
+_LONGEST = 300
 
 
-def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None = None) -> dict[str, dict[str, Any]]:
-    """Collects facts about this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras.
+def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Collects facts about this machine's Python, packages, driver, libraries, kernel, TensorFlow and Keras.
 
     Args:
         environ: the environment of the answering processes.
-        root: the folder below which the kernel's files are read.
-        seconds: time limit for each group of questions; `None` allows enough for a busy machine.
 
     Returns:
         The answers by question. A failed one is `{"error": why}`.
     """
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    # The probes train tiny models on logical CPU devices, without GPU and cluster.
+    away = ("TF_CONFIG", "TFGPU_REPAIR")
+    alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}
     with asking.Askers() as pool:
-        repairs = [pool.submit(_repairs, [name], environ, seconds or REPAIRS_S, pool.stop) for name in _ENGINE]
-        at_most = {"seconds": seconds or QUICK_S, "stop": pool.stop}
-        quick = [
-            pool.submit(_ask, "software", ["python", "packages"], environ, **at_most),
-            pool.submit(_ask, "machine", ["machine", "xid"], environ, root=root, **at_most),
-            pool.submit(_ask, "gpus", ["driver"], environ, root=root, **at_most),
-            pool.submit(_ask, "cluster", ["cluster"], environ, **at_most),
+        asked = [
+            pool.submit(_ask, "software", ["repairs"], alone, REPAIRS_S, stop=pool.stop),
+            pool.submit(_ask, "software", ["patches"], alone, REPAIRS_S, stop=pool.stop),  # the probes run without
+            pool.submit(_ask, "software", ["python", "packages"], environ, QUICK_S, stop=pool.stop),
+            pool.submit(_ask, "machine", ["machine", "xid"], environ, QUICK_S, stop=pool.stop),
+            pool.submit(_ask, "gpus", ["driver"], environ, QUICK_S, stop=pool.stop),
         ]
-        facts = tensorflow(environ, seconds or TENSORFLOW_S)
-        facts |= _libraries(facts["tensorflow"], environ, root, seconds or QUICK_S)
-        for each in [*quick, *repairs]:
+        facts = tensorflow(environ)
+        found = facts["tensorflow"]
+        cuda = {"cuda_version": found.get("build", {}).get("cuda_version"), "tensorflow": found.get("folder")}
+        facts |= _ask("libraries", ["libraries", "tools"], environ, QUICK_S, **cuda)
+        for each in asked:
             facts |= each.result()
     return facts
 
@@ -55,38 +58,30 @@ def _ask(
 def hardware(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The answers to `tensorflow` and `driver`: this machine's devices."""
     found = _ask("software", ["tensorflow"], environ, TENSORFLOW_S)
-    return found | _ask("gpus", ["driver"], environ, QUICK_S, root="/")
+    return found | _ask("gpus", ["driver"], environ, QUICK_S)
 
 
-def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict[str, Any]]:
-    """The facts of TensorFlow and Keras, with messages of the loader.
+def tensorflow(environ: Mapping[str, str], seconds: float = TENSORFLOW_S) -> dict[str, dict[str, Any]]:
+    """The facts of TensorFlow and Keras, with messages about libraries.
 
     Returns:
         The answers to `tensorflow` and `keras`. `tensorflow` also has `loading`: `failed` (libraries and the loader's
-        errors), `places` (the folders searched for each) and `log`.
+        errors) and `log`.
     """
-    with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
-        watched = loader.watched(environ, folder)
-        names = ["tensorflow", "keras"]
-        facts, log = asking.ask_with_log(f"{_HERE}.software", names, environ=watched, seconds=seconds)
-        failed = loader.failures(log)
-        loading = {"failed": failed, "places": loader.places(loader.notes(folder), failed)}
-    loading["log"] = "\n".join(log.splitlines()[:_LOG_LINES])
-    facts["tensorflow"]["loading"] = loading
+    names, environ = ["tensorflow", "keras"], {**environ, **_LOGGING}
+    facts, log = asking.ask_with_log(f"{_HERE}.software", names, environ=environ, seconds=seconds)
+    facts["tensorflow"]["loading"] = {"failed": failures(log), "log": "\n".join(log.splitlines()[:_LOG_LINES])}
     return facts
 
 
-def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: float) -> dict[str, dict[str, Any]]:
-    """CUDA's libraries, loaded as this TensorFlow does."""
-    folder = str(Path(found["folder"])) if found.get("folder") else None
-    built = found.get("build", {}).get("cuda_version")
-    return _ask("libraries", ["libraries", "tools"], environ, seconds, cuda_version=built, tensorflow=folder, root=root)
+def failures(log: str) -> dict[str, str]:
+    """The libraries that TensorFlow could not load, with the loader's errors.
 
-
-def _repairs(
-    names: list[str], environ: Mapping[str, str], seconds: float, stop: threading.Event
-) -> dict[str, dict[str, Any]]:
-    # The probes train tiny models on logical CPU devices, without GPU and cluster.
-    away = ("TF_CONFIG", "TFGPU_REPAIR")
-    alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}
-    return _ask("software", names, alone, seconds, stop=stop)
+    Example:
+        >>> failures("I0000 dso_loader.cc:144] Could not load dynamic library 'libcudnn.so.9'; dlerror: libcudnn.so.9: "
+        ...          "cannot open shared object file: No such file or directory; LD_LIBRARY_PATH: /opt")
+        {'libcudnn.so.9': 'cannot open shared object file: No such file or directory'}
+    """
+    found = [_FAILED.search(line) for line in log.splitlines()]
+    # The error may name another library that this one needs.
+    return {each[1]: each[2].removeprefix(f"{each[1]}: ").strip()[:_LONGEST] for each in found if each}

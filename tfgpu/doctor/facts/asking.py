@@ -96,29 +96,9 @@ def run(
     return Ended(code, *texts, _words(code, texts[1], seconds))
 
 
-def ask(
-    module: str,
-    names: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    seconds: float,
-    stop: threading.Event | None = None,
-    **options: Any,
-) -> dict:
-    """Answers questions of a module in a separate process.
-
-    Args:
-        module: its full name; its `QUESTIONS` are functions by name.
-        names: the questions, in order.
-        environ: the environment of the process.
-        seconds: time limit for all questions together.
-        stop: ends the process early.
-        options: arguments for the questions.
-
-    Returns:
-        The answers by name. A failed one is `{"error": why}`.
-    """
-    return ask_with_log(module, names, environ=environ, seconds=seconds, stop=stop, **options)[0]
+def ask(module: str, names: Sequence[str], **options: Any) -> dict[str, dict]:
+    """As `ask_with_log`, without the log."""
+    return ask_with_log(module, names, **options)[0]
 
 
 def ask_with_log(
@@ -130,7 +110,19 @@ def ask_with_log(
     stop: threading.Event | None = None,
     **options: Any,
 ) -> tuple[dict[str, dict], str]:
-    """As `ask`; also returns the stderr of the process."""
+    """Answers questions of a module in a separate process.
+
+    Args:
+        module: its full name; its `QUESTIONS` are functions by name.
+        names: the questions, in order.
+        environ: the environment of the process.
+        seconds: time limit for all questions together.
+        stop: ends the process early.
+        options: arguments for the questions.
+
+    Returns:
+        The answers by name, of which a failed one is `{"error": why}`, and what the process wrote to stderr.
+    """
     code = f"from tfgpu.doctor.facts import asking; asking.answer({module!r}, {list(names)!r}, {options!r})"
     ended = run([*INTERPRETER, "-c", code], environ=environ, seconds=seconds, stop=stop)
     return {name: {"error": ended.how} for name in names} | answers(ended.out), ended.err

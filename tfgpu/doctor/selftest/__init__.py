@@ -1,11 +1,10 @@
 """`tfgpu doctor --train`: measures the machine, and trains briefly with every strategy.
 
-`compute.py` multiplies matrices, `sums.py` measures all-reduces, `disk.py` reads and writes, `training.py` trains in
-one process and `worker.py` in several; `network.py` measures between processes; `machine.py` repeats the measurements
-on other machines; `judge.py` judges the results. Each part runs in a separate process with a time limit.
+`compute.py` multiplies matrices, `sums.py` measures all-reduces, `training.py` trains in one process and `worker.py` in
+several, which also repeats the measurements on other machines; `judge.py` judges the results. Each part runs in a
+separate process with a time limit.
 """
 
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from tfgpu.errors import InputError
 
 PART_S, LAUNCH_S = 240.0, 300.0
 """Time limits in seconds of a part, and of a part in several processes; on an idle machine they take 10 to 30."""
-PARTS = {"compute": "multiply", "sums": "sums", "disk": "disk", "training": "training"}
+PARTS = {"compute": "multiply", "sums": "sums", "training": "training"}
 """The parts that run on each machine: modules of this package, and the names of their answers."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _HERE = "tfgpu.doctor.selftest"
@@ -31,8 +30,6 @@ def examine(
     *,
     workers: Sequence[str] = (),
     ssh: str | None = None,
-    folder: Path | None = None,
-    seconds: float | None = None,
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
     """Measures and trains; takes a minute or two on an idle machine, and keeps all devices busy.
@@ -43,9 +40,6 @@ def examine(
         workers: two or more machines to reach by ssh; `"localhost"` for each process on this machine. Each machine is
             measured alone, and all together. Empty means two processes here.
         ssh: the ssh command with options, such as `"ssh -i key"`.
-        folder: where the disk is measured; `None` means the working directory. On machines without this folder, the
-            home directory.
-        seconds: time limit for each part; `None` allows enough for a busy machine.
         on_check: called with each check as soon as it is known.
 
     Returns:
@@ -57,17 +51,14 @@ def examine(
     hosts = checked(workers)
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ.pop("TF_CONFIG", None)  # The self-test creates its own clusters.
-    place = str(folder or os.getcwd())
     others = [host for host in dict.fromkeys(hosts) if host not in LOCAL]
     known = _Known(facts, hosts, others, on_check)
-    parts(place, environ=environ, seconds=seconds or PART_S, on_part=known.add)
+    parts(environ, on_part=known.add)
     gpus = len(facts["tensorflow"].get("gpus") or [])
     options = {"environ": environ, "gpus": gpus, "ssh": ssh}
     with asking.Askers(len(others) or 1) as pool:
-        limits = {"seconds": (seconds or PART_S) * len(PARTS) + LAUNCH_S, "stop": pool.stop}
-        asked = {
-            host: pool.submit(launched, "machine", ["-n", "1"], [host], place, **limits, **options) for host in others
-        }
+        limits = {"seconds": PART_S * len(PARTS) + LAUNCH_S, "stop": pool.stop}
+        asked = {host: pool.submit(launched, "machine", ["-n", "1"], [host], **limits, **options) for host in others}
         known.machines = {host: each.result() for host, each in asked.items()}
     known.add({})
     for kind, shape, there in (
@@ -75,7 +66,7 @@ def examine(
         # One worker: several would train asynchronously, with a different result each time.
         ("parameter_server", ["-n", "1", "--ps", str(max(1, len(set(hosts)) - 1))], list(dict.fromkeys(hosts))),
     ):
-        known.add({kind: launched(kind, shape, there, seconds=seconds or LAUNCH_S, **options)})
+        known.add({kind: launched(kind, shape, there, seconds=LAUNCH_S, **options)})
     return known.checks
 
 
@@ -112,24 +103,16 @@ class _Known:
                 self._on_check(check)
 
 
-def parts(
-    folder: str,
-    *,
-    environ: Mapping[str, str],
-    seconds: float,
-    on_part: Callable[[dict], object] = lambda answers: None,
-) -> dict:
+def parts(environ: Mapping[str, str], *, on_part: Callable[[dict], object] = lambda answers: None) -> dict:
     """Measures this machine; returns the answers by name.
 
     Args:
-        folder: where the disk is measured.
         environ: the environment of the processes.
-        seconds: time limit for each part.
         on_part: called with the answers of each part as it ends.
     """
     found = {}
     for file, name in PARTS.items():
-        answers = asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=seconds, folder=folder)
+        answers = asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=PART_S)
         found |= answers
         on_part(answers)
     return found
@@ -156,7 +139,7 @@ def launched(
     kind: str,
     shape: Sequence[str],
     hosts: Sequence[str],
-    *arguments: str,
+    *,
     environ: Mapping[str, str],
     gpus: int,
     ssh: str | None,
@@ -169,7 +152,6 @@ def launched(
         kind: the strategy, or `"machine"` to measure one machine.
         shape: options of the launch for the number of processes.
         hosts: the machines.
-        arguments: further arguments of `worker.py`.
         gpus: the number of GPUs that TensorFlow sees here.
         stop: ends the launch early.
     """
@@ -180,7 +162,7 @@ def launched(
         words += ["--gpus-per-worker", "0"]  # Processes must not share a GPU.
     script = str(Path(__file__).with_name("worker.py"))
     with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
-        command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind, *arguments]
+        command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind]
         ended = asking.run(command, environ=environ, seconds=seconds, directory=folder, stop=stop)
     found = asking.answers(ended.out).get(kind)
     if ended.code == 0 and found:

@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tfgpu.doctor.check import Check
-from tfgpu.parallel.planning.hardware import Device, driven
-from tfgpu.rendezvous import clocks
+from tfgpu.parallel.planning.hardware import driven
+from tfgpu.sensors.gpus import LANE_BYTES_PER_S
 
-LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02, "workers' sums": 0.02}
+LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02}
 """The ratios below which something is wrong. Healthy machines reach at least twice these."""
-LEAST_DISK = 50e6
-"""A disk or an input with fewer bytes per second slows any training."""
 MOST_DIFFERENCE = {"CPU": 1e-5, "GPU": 1e-4}
 """The tolerated difference of a weight from one device's, relative to weights above 1: rounding only."""
 _AMPERE = (8, 0)
 """The first compute capability with bfloat16 and TF32."""
-_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _BUSY = "Check for other programs (`nvidia-smi`, `top`), heat and power ('GPU clocks' here), and run it again."
 
 
@@ -31,16 +28,16 @@ def judge(
     """Judges the results of a self-test, also partial ones.
 
     Args:
-        found: answers by part: `multiply`, `sums`, `disk`, `training`, `multi_worker`, `parameter_server`.
+        found: answers by part: `multiply`, `sums`, `training`, `multi_worker`, `parameter_server`.
         facts: the facts of the machine, from the doctor's `gather`.
         hosts: the machines of the workers.
-        machines: the results of `machine.py`, by host.
+        machines: the results of other machines, by host.
     """
     kinds = [each["training"].get("kind") for each in (found, *(machines or {}).values()) if "training" in each]
     most = MOST_DIFFERENCE["GPU" if "GPU" in kinds else "CPU"]
     checks = _alone(found, facts)
     if "multi_worker" in found:
-        checks += _network(found["multi_worker"], hosts)
+        checks.append(_between_workers(found["multi_worker"], hosts))
     if "training" in found:
         checks += _trainings(found, most)
     for host, each in (machines or {}).items():
@@ -50,8 +47,7 @@ def judge(
 
 def _alone(found: Mapping[str, dict], facts: Mapping[str, dict]) -> list[Check]:
     checks = _products(found["multiply"], facts) if "multiply" in found else []
-    checks += [_sums(found["sums"], facts)] if "sums" in found else []
-    return checks + (_disk(found["disk"]) if "disk" in found else [])
+    return checks + ([_sums(found["sums"], facts)] if "sums" in found else [])
 
 
 def _elsewhere(host: str, found: dict, reference: Sequence[float] | None, most: float) -> list[Check]:
@@ -70,16 +66,6 @@ def _elsewhere(host: str, found: dict, reference: Sequence[float] | None, most: 
     return [replace(check, fix=f"On {host}: {check.fix}") if check.fix else check for check in there]
 
 
-def known_device(name: str) -> Device | None:
-    """The published performance of a GPU, by the driver's name for it.
-
-    Example:
-        >>> known_device("NVIDIA H100 80GB HBM3").name, known_device("NVIDIA GeForce GTX 1080")
-        ('h100-80', None)
-    """
-    return driven(name)
-
-
 def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
     name = "Matrix products"
     if "error" in found:
@@ -92,7 +78,7 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
             checks.append(_rated(name, text, rate, peak, "CPU products"))
             continue
         gpu = gpus[index] if index < len(gpus) else {"name": ""}
-        known = known_device(gpu["name"])
+        known = driven(gpu["name"])
         rates = {kind: _median(each[kind]) for kind in ("bfloat16", "float32")}
         text = f"GPU:{index}: {_tera(rates['bfloat16'])} TFLOP/s in bfloat16, {_tera(rates['float32'])} in float32"
         judged = "bfloat16" if _capability(gpu) >= _AMPERE else "float32"
@@ -133,50 +119,25 @@ def _sums(found: dict, facts: Mapping[str, dict]) -> Check:
 def _link(driver: Mapping) -> tuple[float | None, str]:
     """The bandwidth in one direction of the slowest link between GPUs, in bytes per second, and its kind."""
     gpus, pairs = driver.get("gpus") or [], driver.get("links") or []
-    known = known_device(gpus[0]["name"]) if gpus else None
+    known = driven(gpus[0]["name"]) if gpus else None
     if pairs and all(each["path"] == "NVLink" for each in pairs):
         return (known.bandwidth, "NVLink") if known and known.link == "NVLink" else (None, "")
     slots = [gpu.get("pcie") or {} for gpu in gpus]
     rates = [
-        _LANE[each["generation"]] * each["width"] for each in slots if each.get("generation") in _LANE and each["width"]
+        LANE_BYTES_PER_S[each["generation"]] * each["width"]
+        for each in slots
+        if each.get("generation") in LANE_BYTES_PER_S and each["width"]
     ]
     return (min(rates), "PCIe") if rates else (None, "")
 
 
-def _disk(found: dict) -> list[Check]:
-    if "error" in found:
-        return [_failed("Disk rate", found)]
-    write, read, fed = found["write"], _median(found["read"]), _median(found["input"])
-    figures = {"write": write, "read": read}
-    text = f"{found['folder']}: writes {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
-    disk = Check("Disk rate", "ok", text, figures=figures)
-    if min(write, read) < LEAST_DISK:
-        fix = "Put data and runs on a local disk, or cache the data (`tfgpu data prepare`)."
-        disk = Check("Disk rate", "warning", f"{text}: too slow to feed a training", fix, figures=figures)
-    text = f"tf.data reads {fed / 1e6:.0f} MB/s of records, {fed / read:.2f} of the disk's rate"
-    figures = {"rate": fed, "peak": read, "ratio": fed / read}
-    if fed < LEAST_DISK:
-        fix = "See 'CPU' here; `tfgpu profile input` measures your own data, and names settings that help."
-        return [disk, Check("Input rate", "warning", f"{text}: too slow", fix, figures=figures)]
-    return [disk, Check("Input rate", "ok", text, figures=figures)]
-
-
-def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
-    name, where = "All-reduce between workers", ", ".join(dict.fromkeys(hosts))
+def _between_workers(found: dict, hosts: Sequence[str]) -> Check:
+    name = "All-reduce between workers"
     if "error" in found:
         fix = "Try it separately: `tfgpu launch -n 2 SCRIPT`, with --hosts for other machines."
-        return [_failed(name, found, fix)]
-    rate, peak = _median(found["sum"]), min(found["tcp"].values())
-    text = f"{found['workers']} workers on {where}: {rate / 1e9:.2f} GB/s"
-    text += f", {rate / peak:.2f} of the {peak / 1e9:.2f} GB/s of a plain TCP connection"
-    known = {worker: clocks.Clock(*each) for worker, each in found["clocks"].items()}
-    off = [f"{worker}'s is {clocks.shown(clock)}" for worker, clock in known.items() if clock.is_off]
-    if off:
-        clock = Check("Clocks of workers", "warning", f"compared with the first one's, {', '.join(off)}", clocks.FIX)
-    else:
-        most = max(abs(clock.ahead_s) for clock in known.values())
-        clock = Check("Clocks of workers", "ok", f"within {max(most, 0.001):.3f} s")
-    return [_rated(name, text, rate, peak, "workers' sums"), clock]
+        return _failed(name, found, fix)
+    rate, where = _median(found["sum"]), ", ".join(dict.fromkeys(hosts))
+    return Check(name, "ok", f"{found['workers']} workers on {where}: {rate / 1e9:.2f} GB/s", figures={"rate": rate})
 
 
 def _trainings(found: Mapping[str, dict], most: float) -> list[Check]:

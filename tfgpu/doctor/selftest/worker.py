@@ -1,33 +1,39 @@
 """The script that `tfgpu launch` runs in each process of a self-test; the chief prints the answers."""
 
+import os
 import sys
 
 from tfgpu.cluster import Cluster
+from tfgpu.doctor import facts, selftest
 from tfgpu.doctor.facts import asking
-from tfgpu.doctor.selftest import machine, network, training
+from tfgpu.doctor.selftest import training
 
 _BYTES, _SUMS, _REPEATS = 16 * 2**20, 3, 3
 
 
-def main(kind: str, *arguments: str) -> None:
-    """Measures the network and all-reduces, and trains; with parameter servers it only trains.
+def main(kind: str) -> None:
+    """Measures all-reduces, and trains; with parameter servers it only trains.
 
     Args:
         kind: the strategy, or `"machine"` to measure only this machine.
-        arguments: for `"machine"`, the folder for measuring the disk.
     """
     if kind == "machine":
-        asking.tell(kind, machine.measured(*arguments))
+        asking.tell(kind, _machine())
         return
     cluster = Cluster.from_environment()
     found = {"workers": cluster.size}
     if kind == "multi_worker":
-        # Before TensorFlow starts, since the connections use its ports.
-        found |= network.measured(cluster)
         found |= _sums()
     found["weights"] = training.train(kind)
     if cluster.is_chief:
         asking.tell(kind, found)
+
+
+def _machine() -> dict:
+    """The answers by part, and `facts`: this machine's devices."""
+    environ = {**asking.with_tfgpu(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environ.pop("TF_CONFIG", None)
+    return {**selftest.parts(environ), "facts": facts.hardware(environ)}
 
 
 def _sums() -> dict:
