@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.parallel import pipeline
+from tfgpu.parallel import picture, pipeline
 from tfgpu.parallel.pipeline.schedule import bound
 
 CASES = (("gpipe", 4, 8, 4), ("1f1b", 4, 8, 4), ("1f1b", 4, 16, 4), ("1f1b", 2, 8, 2), ("interleaved", 8, 8, 4))
@@ -51,11 +51,6 @@ def _stage(at: int, seconds: float) -> list[keras.layers.Layer]:
     return [keras.layers.Dense(4, name=f"begin_{at}"), Slow(seconds), keras.layers.Dense(4)]
 
 
-def sleeping() -> keras.Model:
-    """Four such stages, for `tfgpu profile pipeline --model benchmarks.pipeline:sleeping`."""
-    return keras.Sequential([keras.Input((4,)), *(layer for at in range(4) for layer in _stage(at, 0.1))])
-
-
 def made(schedule: str, stages: int, microbatches: int, devices: int, *, seconds: float) -> keras.Model:
     """A compiled pipeline of sleeping stages."""
     layers = [layer for at in range(stages) for layer in _stage(at, seconds)]
@@ -84,9 +79,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.02, help="of a stage's forward pass [0.02]")
     parser.add_argument("--steps", type=int, default=7, help="that are timed [7]")
+    parser.add_argument("--picture", metavar="FILE", help="draw one schedule instead")
     asked = parser.parse_args()
     tfgpu.environment.set_logical_devices(8)
     tf.config.threading.set_inter_op_parallelism_threads(16)
+    if asked.picture:
+        rows = np.ones((64, 4), "float32")
+        picture(made("1f1b", 4, 8, 4, seconds=0.1), (rows, rows), asked.picture)
+        return
     print("| schedule | stages | micro-batches | devices | step, s | idle share | bound |")
     print("|---|---|---|---|---|---|---|")
     for schedule, stages, microbatches, devices in CASES:

@@ -1,6 +1,5 @@
 """Planted faults are found in real runs, and none in healthy runs."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -92,8 +91,6 @@ def test_the_files_lie_in_the_folder(three):
     assert json.loads((folder / "verdict.json").read_text()) == three[1]
     assert "retracing at step" in (folder / "verdict.txt").read_text()
     assert "--nvtx script.py 60" in (folder / "commands.txt").read_text()
-    page = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
-    assert {"step", "tfgpu.host_read"} <= {each["name"] for each in page["traceEvents"]}
     again = targets.read_trace(folder, three[0] / "again")
     named = {finding.name: finding.where for finding in again.findings}
     assert named.keys() == {finding["name"] for finding in three[1]["findings"]}
@@ -198,7 +195,6 @@ def test_wrong_numbers_are_refused(wrong, tmp_path):
         (["digits", "--epochs", "3"], "Arguments and --whole are for scripts"),
         (["--whole", "digits"], "Arguments and --whole are for scripts. Received: 'digits'."),
         (["--modle", "mlp"], "No such option: --modle"),
-        (["--stages", "2", __file__], "`tfgpu profile --stages` is now `tfgpu profile pipeline`."),
         (["--skip", "1"], "Missing argument 'TARGET'"),
         ([str(ROOT), "--epochs", "3"], "Arguments and --whole are for scripts"),
         (["--calls", "5", str(ROOT)], "not with a recorded trace"),

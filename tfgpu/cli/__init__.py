@@ -27,7 +27,6 @@ from tfgpu.cli import (
     plan,
     profile,
     profile_input,
-    profile_pipeline,
     run,
     screen,
     top,
@@ -128,7 +127,7 @@ def _main(
 
 
 # In the order of the help. A command of two words comes after its first.
-for _command in (train, run, launch, tune, find, profile, profile_input, profile_pipeline, plan, doctor, top):
+for _command in (train, run, launch, tune, find, profile, profile_input, plan, doctor, top):
     app.add_typer(_command.app)
 app.add_typer(data.app, name="data")
 for _command in (export, compare, compare_weights, kernel):

@@ -40,7 +40,7 @@ class Options:
     model: option(str | None, "Also advise on the layers of this model.", metavar="NAME") = None
     train: _train(
         bool,
-        "Also measure, and train with every strategy: two minutes. Devices, links and disk are measured. Each check is "
+        "Also measure, and train with every strategy: two minutes. Devices and links are measured. Each check is "
         "shown as it ends; Ctrl-C keeps the checks so far.",
         "--train",
     ) = False

@@ -15,15 +15,12 @@ COMMANDS = {
 }
 """Old command -> new command."""
 _RECIPE = "RECIPE, the first argument"
-_PIPELINE = "profile pipeline"
 OPTIONS: dict[str, dict[str, str]] = {
     "": {"--global-batch": "--batch"},
     "train": {"--config": _RECIPE, "-c": _RECIPE},
     "launch": {"--silence": "--heartbeat-timeout", "--grace": "--grace-period", "--scheduling": "--scheduling-timeout"},
     "tune batch-size": {"--rounds": "--repeats", "--memory-limit": "--device-memory"},
     "profile input": {"--config": _RECIPE, "-c": _RECIPE},
-    "profile pipeline": {"--rows": "--batch", "--schedule": "--pipeline-schedule"},
-    "profile": {f"--{name}": _PIPELINE for name in ("model", "stages", "microbatches", "cut", "devices", "steps")},
     "plan": {
         "-n": "--devices",
         "--option": "--model-option",
@@ -35,7 +32,6 @@ OPTIONS: dict[str, dict[str, str]] = {
     "doctor": {"--workers": "--hosts"},
 }
 """By command ("" is all): old option -> new. `--json FILE` is for an option that took a value, and does no longer."""
-OPTIONS["profile"] |= {"--rows": f"{_PIPELINE} --batch", "--schedule": f"{_PIPELINE} --pipeline-schedule"}
 
 
 def command(words: str) -> str | None:

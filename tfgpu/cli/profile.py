@@ -46,7 +46,7 @@ class Options:
 @app.command(
     "profile",
     cls=screen.first(*("target", "arguments", "skip", "calls", "seconds", "whole", "output", "as_json", "json_to")),
-    short_help="Find what limits training: steps, input or pipeline.",
+    short_help="Find what limits training: steps or input.",
     help="Profile a script, a recipe or a recorded trace: what limits the steps, and what to change.",
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -120,9 +120,7 @@ def _show(report: Any, output: Path) -> None:
         return
     writing = imported("tfgpu.measure.profiling.writing")
     console.print(f"\n{writing.text(report)}\n", markup=False)
-    console.print(
-        f"Charts: {output / 'profile.html'}. Open {output / 'trace.json.gz'} at ui.perfetto.dev.", markup=False
-    )
+    console.print(f"Charts: {output / 'profile.html'}.", markup=False)
     if (output / "commands.txt").exists() and any(name.startswith("GPU") for name in report.around.devices):
         commands = (output / "commands.txt").read_text()
         console.print(f"To profile the same steps with NVIDIA's profilers:\n{commands}", markup=False)

@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.cluster import Cluster
-from tfgpu.data import Data, cache
+from tfgpu.data import Data
 from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import parse_source
@@ -123,7 +122,6 @@ def measure_input(
         raise InputError("The input is measured in one process, but the environment has a cluster. Unset TF_CONFIG.")
     with contextlib.ExitStack() as held:
         held.enter_context(building.prepare(what))
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="tfgpu-input-"))
         progress("opening the data")
         examples = open_source(what.data, _reading(what, what.cache))
         job = building.build(what, cluster, source=examples)
@@ -136,14 +134,12 @@ def measure_input(
         for reader in readers.values():
             reader(seconds / 2)  # warm-up: tf.data tunes itself, and functions are traced
         rates = alternate({name: lambda r=r: r(seconds) for name, r in readers.items()}, repeats=repeats)
-        cold = sample and _cold_disk(what, sample, cluster, folder)
         progress("the model alone")
         model, steps = _model_rate(job, seconds, repeats)
         progress("both together")
         together = _together(job, steps, repeats)
     base = rates.pop("")
     tried = [Trial(name, rate, rate.median / base.median, variants[name][1]) for name, rate in rates.items()]
-    tried += [Trial("cache='disk'", cold, cold.median / base.median, _COLD)] if cold else []
     tried.sort(key=lambda trial: -trial.ratio)
     shared = together.median < _SHARED * min(base.median, model.median)
     bottleneck = "input" if base.median < model.median else "model"
@@ -153,7 +149,6 @@ def measure_input(
 
 
 _FILES = ("folder", "records", "tfds")
-_COLD = "read from disk, not from the page cache; on a sample"
 _LESS = "shows the cost of augmentation"
 
 
@@ -200,26 +195,6 @@ def _sample(examples: Examples) -> Examples:
     return replace(
         examples, labels=examples.labels[chosen], array=array, load=None, where=None, copies=np.arange(count), own=own
     )
-
-
-def _cold_disk(what: Recipe, sample: Examples, cluster: Cluster, folder: str) -> Rate:
-    """Reads a disk cache once, after dropping it from the page cache."""
-    with tf.device("CPU:0"):
-        array = tf.constant(sample.array)
-    where = cache.Place(sample.name, cache.made(what.cache_directory or folder), f".tfgpu-measure-{os.getpid()}")
-    try:
-        stored = cache.write(where, replace(sample, array=None, load=lambda i: array[i]))
-        with open(where.examples, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        changed = what.model_copy(update={"cache": "auto", "cache_directory": None, "validation": 0.0, "test": 0.0})
-        data = building.open_data(changed, cluster, source=stored)
-        begun = time.perf_counter()
-        for _ in data.train:
-            pass
-        return Rate((data.info.epoch_examples / (time.perf_counter() - begun),))
-    finally:
-        cache.remove(where)
 
 
 class _Clock(keras.callbacks.Callback):

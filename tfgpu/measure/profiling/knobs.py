@@ -10,6 +10,15 @@ _KERAS_S = {
     "TerminateOnNaN": "tfgpu.callbacks.StopOnNaN in its place",
 }
 _XLA = "same result except for rounding: "
+_MORE_STEPS = {
+    "train_on_batch": "same result: model.fit(dataset), which runs many steps per call; train_on_batch always runs "
+    "one. In your own loop: a @tf.function around a loop over several batches, with the step in it.",
+    "test_on_batch": "same result: model.evaluate(dataset), which runs many steps per call; test_on_batch always runs "
+    "one.",
+    "steps_per_call": "same result: tfgpu.Trainer(model) without steps_per_call: calls grow to 0.1 to 0.2 s.",
+    "run_eagerly": "model.compile(..., run_eagerly=False): TensorFlow then runs the whole step without Python.",
+}
+"""By what sets the number of steps per call: how to run more."""
 
 
 def callbacks(window: Window) -> tuple[str, ...]:
@@ -49,18 +58,7 @@ def launches(window: Window) -> str:
 
 def _more_steps(window: Window) -> str:
     """How to run more steps per call, if something other than `compile` sets their number."""
-    if window.set_by == "train_on_batch":
-        return (
-            "same result: model.fit(dataset), which runs many steps per call; train_on_batch always runs one. In your "
-            "own loop: a @tf.function around a loop over several batches, with the step in it."
-        )
-    if window.set_by == "test_on_batch":
-        return "same result: model.evaluate(dataset), which runs many steps per call; test_on_batch always runs one."
-    if window.set_by == "steps_per_call":
-        return "same result: tfgpu.Trainer(model) without steps_per_call: calls grow to 0.1 to 0.2 s."
-    if window.set_by == "run_eagerly":
-        return "model.compile(..., run_eagerly=False): TensorFlow then runs the whole step without Python."
-    return fewer_looks(callbacks(window))
+    return _MORE_STEPS.get(window.set_by) or fewer_looks(callbacks(window))
 
 
 def python(window: Window) -> str:

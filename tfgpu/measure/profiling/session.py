@@ -111,7 +111,7 @@ class Session:
         tf.profiler.experimental.stop()
         recorded = trace.read(self.folder)
         self.report = verdict.judge(recorded, lambda retraced: around.look(retraced, self._plain, self.batch))
-        writing.write(self.report, recorded, self.folder)
+        writing.write(self.report, self.folder)
 
 
 @contextlib.contextmanager

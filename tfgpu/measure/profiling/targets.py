@@ -90,9 +90,8 @@ def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
         InputError: there is no trace.
     """
     writing.check_folder(Path(folder))
-    recorded = trace.read(path)
-    report = verdict.judge(recorded)
-    writing.write(report, recorded, Path(folder))
+    report = verdict.judge(trace.read(path))
+    writing.write(report, Path(folder))
     return report
 
 
