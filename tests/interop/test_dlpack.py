@@ -125,19 +125,13 @@ def test_bad_input():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
-def test_bfloat16_shares_where_it_can_and_is_copied_elsewhere():
+def test_bfloat16_goes_out_and_on_the_cpu_does_not_come_in():
     import jax
 
-    array = jax.numpy.arange(12, dtype="bfloat16").reshape(3, 4)
-    tensor = from_dlpack(array, copy=False)
-    assert (
-        tensor.dtype == tf.bfloat16
-        and tf.cast(tensor, tf.int32).numpy().tolist() == np.arange(12).reshape(3, 4).tolist()
-    )
-    copied = from_dlpack(array, copy=True)  # by another way than NumPy, which knows no bfloat16
-    assert copied.dtype == tf.bfloat16 and tf.reduce_all(copied == tensor)
-    back = jax.dlpack.from_dlpack(to_dlpack(tensor))
-    assert back.unsafe_buffer_pointer() == array.unsafe_buffer_pointer() and back.dtype == "bfloat16"
+    back = jax.dlpack.from_dlpack(to_dlpack(tf.cast([1.0, 2.0], tf.bfloat16)))
+    assert back.dtype == "bfloat16" and back.tolist() == [1, 2]
+    with pytest.raises(InputError, match="type bfloat16 cannot be converted.*another type first"):
+        from_dlpack(back)
 
 
 def test_the_way_out_takes_variables_and_copies_where_asked():
@@ -205,7 +199,7 @@ import numpy as np, tensorflow as tf, torch
 from tfgpu.errors import InputError
 from tfgpu.interop import from_dlpack, to_dlpack
 
-for kind in "bool int8 uint8 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split():
+for kind in "bool int8 uint8 int16 int32 int64 float16 float32 float64 complex64".split():
     there = torch.arange(12).to(getattr(torch, kind)).reshape(3, 4)
     tensor = from_dlpack(there, copy=False)
     back = torch.from_dlpack(to_dlpack(tensor))
@@ -222,7 +216,7 @@ for kind in "bool int8 uint8 int16 int32 int64 float16 bfloat16 float32 float64 
     assert tf.reduce_all(part == tensor[1:, 1:3]), kind
     assert from_dlpack(torch.zeros([0, 3]).to(there.dtype)).shape == (0, 3)
     assert from_dlpack(there[2, 3]).shape == ()
-assert tf.reduce_all(from_dlpack(torch.ones(1, 3, dtype=torch.bfloat16).expand(4, 3)) == 1)
+assert torch.from_dlpack(to_dlpack(tf.ones(3, tf.bfloat16))).dtype == torch.bfloat16
 
 for bad in (torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.complex64).conj(), torch.eye(3).to_sparse()):
     try:

@@ -9,7 +9,6 @@ from tfgpu.compat import slots
 from tfgpu.errors import InputError, unknown, whole_number
 
 ON_DIFFERENCE = ("stop", "chief")
-DEFAULT = "auto"
 
 
 @dataclass(frozen=True)

@@ -62,23 +62,21 @@ def build_kernel(
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         raise MachineError(f"The C++ compiler {compiler!r} was not found. Install g++, or set CXX.")
+    if not library.parent.is_dir():
+        raise InputError(f"There is no folder {library.parent} for the library. Create it, or give another `output`.")
     flags = [*tf.sysconfig.get_compile_flags(), "-O3", "-fPIC", "-w"]  # TensorFlow's headers cause many warnings
-    _check_folder(library)
     with tempfile.TemporaryDirectory(prefix="tfgpu-kernel-") as folder:
-        objects = []
+        mark, objects = Path(folder, "mark.cc"), []
+        mark.write_text(f'extern "C" __attribute__((used)) const char tfgpu_mark[] = "{MARK}{tf.version.VERSION};";\n')
         if nvcc is not None:
             flags.append("-DWITH_CUDA")
             for source in cu:
-                objects.append(f"{folder}/{source.stem}.cu.o")
+                objects.append(f"{folder}/{source.stem}.o")
                 command = [nvcc, "-c", "-O3", "--std=c++17", "-Xcompiler", "-fPIC", f"-arch={architectures}"]
                 _call([*command, str(source), "-o", objects[-1]], source, timeout_s)
-        mark = Path(folder, "mark.cc")
-        mark.write_text(f'extern "C" __attribute__((used)) const char tfgpu_mark[] = "{MARK}{tf.version.VERSION};";\n')
-        for source in (*cpp, mark):
-            objects.append(f"{folder}/{source.stem}.o")
-            _call([compiler, *flags, "-c", str(source), "-o", objects[-1]], source, timeout_s)
         with atomic.replacing(library) as aside:
-            _call([compiler, "-shared", *objects, "-o", str(aside), *_link(nvcc)], library, timeout_s)
+            command = [compiler, *flags, "-shared", *map(str, cpp), str(mark), *objects, "-o", str(aside)]
+            _call([*command, *_link(nvcc)], cpp[0], timeout_s)
     return library
 
 
@@ -98,15 +96,7 @@ def _sorted(sources: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     cpp, cu = [p for p in paths if p.suffix != _CUDA], [p for p in paths if p.suffix == _CUDA]
     if not cpp:
         raise InputError("`sources` must include a C++ file, which registers the operations. Received: none.")
-    names = [p.stem for p in cpp]
-    if len(set(names)) < len(names):
-        raise InputError(f"C++ sources must have different names. Received: {', '.join(map(str, cpp))}.")
     return cpp, cu
-
-
-def _check_folder(library: Path) -> None:
-    if not library.parent.is_dir():
-        raise InputError(f"There is no folder {library.parent} for the library. Create it, or give another `output`.")
 
 
 def _nvcc() -> str | None:

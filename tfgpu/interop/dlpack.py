@@ -1,7 +1,6 @@
 """Shares arrays with other libraries without a copy, by the DLPack protocol."""
 
 import contextlib
-import ctypes
 
 import keras
 import numpy as np
@@ -13,8 +12,6 @@ ALIGNMENT = 64
 """The alignment in bytes of a tensor's memory on the CPU."""
 _CPU, _PINNED, _CUDA, _MANAGED = 1, 3, 2, 13  # DLDeviceType
 _WHERE = {_CPU: "CPU", _PINNED: "CPU", _CUDA: "GPU", _MANAGED: "GPU"}
-_BFLOAT = 4  # DLDataTypeCode
-_BFLOAT16 = tf.bfloat16.as_numpy_dtype
 _WITHOUT_MEMORY = (tf.string, tf.resource, tf.variant)
 
 
@@ -35,8 +32,8 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
         A tensor of the same shape and type.
 
     Raises:
-        InputError: `value` has no `__dlpack__`, its type is not numeric, it is a PyTorch tensor that requires a
-            gradient (`detach()` it), or it needs a copy and `copy` is `False`.
+        InputError: `value` has no `__dlpack__`, its type is not numeric (on the CPU bfloat16 neither), it is a PyTorch
+            tensor that requires a gradient (`detach()` it), or it needs a copy and `copy` is `False`.
         MachineError: the array is on a device that TensorFlow does not see.
 
     Example:
@@ -57,8 +54,8 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
         if where == "GPU":
             shared = tf.experimental.dlpack.from_dlpack(value.__dlpack__())
             return tf.raw_ops.DeepCopy(x=shared) if copy else shared
-        array, lend = _array(value)
-        if array.dtype.kind not in "biufc" and array.dtype != _BFLOAT16:
+        array = value if isinstance(value, np.ndarray) else np.from_dlpack(value)
+        if array.dtype.kind not in "biufc":
             raise TypeError(f"{array.dtype} is not numeric.")
     except (BufferError, RuntimeError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -69,7 +66,7 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
     is_fit = array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
     if is_fit and not copy:
         with contextlib.suppress(BufferError):  # NumPy does not export read-only arrays
-            return tf.experimental.dlpack.from_dlpack(lend())
+            return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
     if copy is False:
         raise InputError(
             f"TensorFlow cannot share this array: it must be contiguous, aligned to {ALIGNMENT} bytes and writable. "
@@ -143,55 +140,3 @@ def _check_device(kind: int, index: int) -> str:
             f"The array is on GPU {index}, but TensorFlow sees {count} GPU(s). Move it to the CPU first."
         )
     return where
-
-
-def _array(value: object):
-    """A NumPy view of the memory, and a function that exports the memory to TensorFlow."""
-    if isinstance(value, np.ndarray):
-        return value, value.__dlpack__
-    try:
-        return np.from_dlpack(value), value.__dlpack__
-    except RuntimeError:  # NumPy knows no bfloat16
-        capsule = value.__dlpack__()
-        held = _Tensor.of(capsule)
-        if (held.code, held.bits) != (_BFLOAT, 16):
-            raise
-        return held.words().view(_BFLOAT16), lambda: capsule
-
-
-class _Tensor(ctypes.Structure):
-    """`DLTensor` of dlpack.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-    @classmethod
-    def of(cls, capsule: object) -> "_Tensor":
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-        return cls.from_address(pointer(capsule, b"dltensor"))
-
-    def words(self) -> np.ndarray:
-        """A view of the memory as 16-bit integers, valid as long as the capsule."""
-        shape = tuple(self.shape[: self.ndim])
-        if 0 in shape:
-            return np.zeros(shape, np.uint16)
-        strides = tuple(self.strides[: self.ndim]) if self.strides else _packed(shape)
-        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        memory = (ctypes.c_uint16 * span).from_address(self.data + self.byte_offset)
-        within = [2 * stride for stride in strides]
-        return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint16), shape, within)
-
-
-def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[at + 1 :])) for at in range(len(shape)))

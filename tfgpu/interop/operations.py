@@ -52,7 +52,7 @@ class CustomOp:
         self.library: Path = library
         self.name: str = name
         self.devices: frozenset[str] = private_tensorflow.devices_of(name) if module is not None else frozenset()
-        self._operations = None if module is None else Operations(module)
+        self._module, self._operations = module, None if module is None else Operations(module)
         self._fallback, self._gradient = fallback, gradient
         self._said: set[str] = set()
 
@@ -68,7 +68,7 @@ class CustomOp:
                 _log.warning("%s uses its fallback: %s.", self.name, reason)
             return self._fallback(*tensors)
         operations, gradient = self._operations, self._gradient
-        operation = getattr(operations, _snake(self.name))
+        operation = getattr(operations, _python_name(self._module, self.name))
         if gradient is None:
             return operation(*tensors)
 
@@ -124,7 +124,7 @@ def custom_op(
             raise InputError(f"There is no library {path}. Build it: tfgpu build-kernel SOURCES --output {path}.")
         return CustomOp(path, name, None, gradient, fallback)
     module = _loaded(path)
-    if not hasattr(module, _snake(name)):
+    if _python_name(module, name) is None:
         raise unknown(f"operation of {path}", name, _names(module))
     return CustomOp(path, name, module, gradient, fallback)
 
@@ -158,13 +158,6 @@ def _names(module: Any) -> list[str]:
     return sorted(name for name in functions if f"{name}_eager_fallback" in functions)
 
 
-def _snake(name: str) -> str:
-    """Converts `ExampleBiasGelu` to `example_bias_gelu`, as TensorFlow names the Python function of an operation."""
-    letters = []
-    for at, letter in enumerate(name):
-        before, after = name[at - 1 : at], name[at + 1 : at + 2]
-        starts = (
-            letter.isupper() and at and (before.islower() or before.isdigit() or (before.isupper() and after.islower()))
-        )
-        letters.append(("_" if starts else "") + letter.lower())
-    return "".join(letters)
+def _python_name(module: object, name: str) -> str | None:
+    """TensorFlow's name of the Python function of an operation: `example_bias_gelu` for `ExampleBiasGelu`."""
+    return next((each for each in _names(module) if each.replace("_", "") == name.lower().replace("_", "")), None)

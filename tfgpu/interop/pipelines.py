@@ -22,13 +22,13 @@ class DaliBatches(position.Epochs):
     Attributes:
         train: one iteration is one epoch; each new iteration is the next epoch (see `seek`, `peek`). An element is
             the output of the pipeline: `(x, y)`, `(x, y, sample_weight)`, or `x` alone.
-        examples: examples per epoch; None if the pipeline has no reader that counts them.
-        steps_per_epoch: batches per epoch; None likewise.
+        examples: examples per epoch.
+        steps_per_epoch: batches per epoch.
     """
 
     train: tf.data.Dataset
-    examples: int | None
-    steps_per_epoch: int | None
+    examples: int
+    steps_per_epoch: int
     _counter: position.Counter = field(repr=False)
     _source: "_Source" = field(repr=False)
 
@@ -76,13 +76,11 @@ def dali(
     before the next one.
 
     Args:
-        make: `(shard_id, num_shards, batch) -> pipeline`, with a seed. Or a pipeline with batches of `global_batch`,
-            which cannot return to an earlier epoch.
+        make: `(shard_id, num_shards, batch) -> pipeline`, with a seed; called again to return to an earlier epoch.
         global_batch: rows in a batch; a multiple of `shards`.
         shards: the number of shards of the readers. With more than one, workers can share the reading.
-        reader: the name of the reader that counts examples. Default: the only one, if any. It must have
-            `pad_last_batch=True` (the padding is removed here). A pipeline without a reader must end its epochs itself
-            by `StopIteration`, as `external_source` does.
+        reader: the name of the reader that counts examples. Default: the only one. It must have `pad_last_batch=True`
+            (the padding is removed here).
         last: `"partial"`: the last batch of an epoch is smaller; `"drop"`: incomplete batches are dropped.
 
     Returns:
@@ -117,13 +115,10 @@ def dali(
         raise unknown("last", last, LAST)
     source = _Source(make, shards, global_batch // shards, reader, last)
     run = source.opened(range(shards))
-    examples = run.parts[0].examples
-    steps = None
-    if examples is not None:
-        counts = [run.rows_at(0, step) for step in range(run.steps)]
-        steps = sum(count == global_batch or (last == "partial" and count > 0) for count in counts)
+    counts = [run.rows_at(0, step) for step in range(run.steps)]
+    steps = sum(count == global_batch or (last == "partial" and count > 0) for count in counts)
     counter = position.Counter()
-    return DaliBatches(_dataset(run, counter, 1, steps), examples, steps, counter, source)
+    return DaliBatches(_dataset(run, counter, 1, steps), run.parts[0].examples, steps, counter, source)
 
 
 class _Source:
@@ -131,12 +126,9 @@ class _Source:
 
     def __init__(self, make: object, shards: int, batch: int, reader: str | None, last: str):
         self.shards, self.batch, self.reader, self.last = shards, batch, reader, last
-        self._is_one = hasattr(make, "run")
-        if self._is_one and shards > 1:
-            raise InputError(f"A pipeline is one shard. Received: shards={shards}. Pass a function that creates them.")
-        if not self._is_one and not callable(make):
+        if not callable(make) or hasattr(make, "run"):
             raise InputError(
-                "`make` must be a DALI pipeline, or a function of (shard_id, num_shards, batch) that creates one. "
+                "`make` must be a function of (shard_id, num_shards, batch) that creates a DALI pipeline. "
                 f"Received: {type(make)}."
             )
         self._make = make
@@ -144,13 +136,8 @@ class _Source:
     def opened(self, which: Sequence[int]) -> "_Run":
         return _Run(self, list(which))
 
-    def pipeline(self, shard: int, restart: bool) -> object:
-        if self._is_one:
-            if restart:
-                raise InputError("A pipeline cannot return to an earlier epoch. Pass a function that creates it.")
-            made = self._make
-        else:
-            made = self._make(shard, self.shards, self.batch)
+    def pipeline(self, shard: int) -> object:
+        made = self._make(shard, self.shards, self.batch)
         if not hasattr(made, "run"):
             raise InputError(f"`make` must return a DALI pipeline. Received: {type(made)}.")
         size = getattr(made, "max_batch_size", self.batch)
@@ -170,18 +157,16 @@ class _Source:
 class _Shard:
     """One pipeline and its position."""
 
-    def __init__(self, source: _Source, number: int, restart: bool):
+    def __init__(self, source: _Source, number: int):
         self._source, self._number = source, number
-        self._pipeline = source.pipeline(number, restart)
-        self._ahead: list[Batch | None] = []
+        self._pipeline = source.pipeline(number)
+        self._ahead: list[Batch] = []
         self._facts = self._reader()
-        self.examples = self._facts["epoch_size"] if self._facts else None
+        self.examples = self._facts["epoch_size"]
 
     @property
-    def steps(self) -> int | None:
-        """Batches per epoch, equal in each shard; None if the source ends its epochs itself."""
-        if self.examples is None:
-            return None
+    def steps(self) -> int:
+        """Batches per epoch, equal in each shard."""
         largest = -(-self.examples // self._source.shards)
         return -(-largest // self._source.batch)
 
@@ -191,33 +176,30 @@ class _Shard:
         own = self._number if self._facts["stick_to_shard"] else (self._number + epoch) % shards
         return (own + 1) * self.examples // shards - own * self.examples // shards
 
-    def look(self) -> Batch | None:
+    def look(self) -> Batch:
         """The next batch, without consuming it."""
         if not self._ahead:
             self._ahead.append(self._run())
         return self._ahead[0]
 
-    def take(self) -> Batch | None:
-        """Consumes the next batch; None at the end of a source that ends its epochs itself."""
+    def take(self) -> Batch:
+        """Consumes the next batch."""
         return self._ahead.pop() if self._ahead else self._run()
 
-    def _run(self) -> Batch | None:
-        try:
-            outputs = self._pipeline.run()
-        except StopIteration:
-            self._pipeline.reset()
-            return None
-        return tuple(_array(output, at) for at, output in enumerate(outputs))
+    def _run(self) -> Batch:
+        return tuple(_array(output, at) for at, output in enumerate(self._pipeline.run()))
 
-    def _reader(self) -> dict[str, int] | None:
-        meta: dict[str, dict[str, int]] = self._pipeline.reader_meta() if hasattr(self._pipeline, "reader_meta") else {}
+    def _reader(self) -> dict[str, int]:
+        meta: dict[str, dict[str, int]] = self._pipeline.reader_meta()
         name = self._source.reader
+        if not meta:
+            raise InputError(
+                "The pipeline must have a reader, which counts examples. Add one of nvidia.dali.fn.readers."
+            )
         if name is None and len(meta) > 1:
             raise InputError(f"The pipeline has several readers: {', '.join(meta)}. Choose one with reader=NAME.")
         if name is not None and name not in meta:
             raise unknown("reader", name, meta)
-        if not meta:
-            return None
         facts = meta[name] if name is not None else next(iter(meta.values()))
         shards = self._source.shards
         if (facts["number_of_shards"], facts["shard_id"]) != (shards, self._number):
@@ -240,19 +222,19 @@ class _Run:
         self._source, self._which = source, which
         self._one_at_a_time = threading.Lock()
         self._turn = 0
-        self._open(restart=False)
-        firsts = [part.look() for part in self.parts]
-        if any(first is None for first in firsts):
-            raise InputError("The pipeline has no data: it ended before its first batch.")
-        self.spec = tuple(tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in firsts[0])
+        self._open()
+        self.spec = tuple(tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in self.parts[0].look())
 
     @property
-    def steps(self) -> int | None:
+    def steps(self) -> int:
         return self.parts[0].steps
 
     def rows_at(self, epoch: int, step: int) -> int:
-        batch = self._source.batch
-        return sum(int(np.clip(part.count(epoch) - step * batch, 0, batch)) for part in self.parts)
+        return sum(self._kept(part, epoch, step) for part in self.parts)
+
+    def _kept(self, part: _Shard, epoch: int, step: int) -> int:
+        """The rows of a shard in a batch, without padding."""
+        return int(np.clip(part.count(epoch) - step * self._source.batch, 0, self._source.batch))
 
     def epoch(self, number: int) -> Iterator[list[Batch]]:
         """Yields the batches of an epoch, each as a list of rows by shard."""
@@ -269,40 +251,24 @@ class _Run:
                 return
             yield rows
 
-    def _open(self, *, restart: bool) -> None:
-        self.parts = [_Shard(self._source, number, restart) for number in self._which]
+    def _open(self) -> None:
+        self.parts = [_Shard(self._source, number) for number in self._which]
         self._epoch, self._step = 0, 0
-        self._ended = [False] * len(self.parts)
 
     def _go_to(self, epoch: int) -> None:
         if (self._epoch, self._step) > (epoch, 0):
-            self._open(restart=True)
+            self._open()
         while self._epoch < epoch:
             self._next()
 
     def _next(self) -> list[Batch] | None:
         """One batch of each shard, without padding; None at the end of the epoch, which begins the next."""
-        found = []
-        if self.steps is None or self._step < self.steps:
-            for at, part in enumerate(self.parts):
-                rows = None if self._ended[at] else part.take()
-                self._ended[at] = rows is None
-                if rows is not None and self.steps is not None:
-                    batch = self._source.batch
-                    kept = int(np.clip(part.count(self._epoch) - self._step * batch, 0, batch))
-                    rows = tuple(array[:kept] for array in rows)
-                found.append(rows)
-        if all(rows is None for rows in found):
-            if self._step == 0:
-                raise InputError(
-                    f"The pipeline has no batch in epoch {self._epoch}. An `external_source` over a list needs "
-                    'cycle="raise" to start again.'
-                )
-            self._epoch, self._step, self._ended = self._epoch + 1, 0, [False] * len(self.parts)
+        if self._step == self.steps:
+            self._epoch, self._step = self._epoch + 1, 0
             return None
+        kept = [self._kept(part, self._epoch, self._step) for part in self.parts]
         self._step += 1
-        empty = tuple(np.zeros((0, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in self.spec)
-        return [empty if rows is None else rows for rows in found]
+        return [tuple(array[:rows] for array in part.take()) for part, rows in zip(self.parts, kept, strict=True)]
 
 
 def _dataset(run: _Run, counter: position.Counter, pieces: int, steps: int | None = None) -> tf.data.Dataset:

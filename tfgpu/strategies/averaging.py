@@ -62,8 +62,8 @@ def averaging(
     "DiLoCo", 2023 (https://arxiv.org/abs/2311.08105).
     """
     cluster = Cluster.from_environment() if cluster is None else cluster
-    _check("every", every, 1)
-    _check("after", after, 0)
+    whole_number("every", every)
+    whole_number("after", after, minimum=0)
     if not repairs.is_enabled():
         raise InputError("`averaging` needs the Keras repairs, which TFGPU_REPAIR=0 switches off. Unset it.")
     make_outer = _outer_maker(outer, cluster)
@@ -72,10 +72,6 @@ def averaging(
     else:
         made = mirrored(devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack)
     return local_sgd.average_in(made, local_sgd.LocalSGD(every, after, make_outer))
-
-
-def _check(name: str, value: object, least: int) -> None:
-    whole_number(name, value, minimum=least)
 
 
 def _outer_maker(outer: Outer, cluster: Cluster) -> Callable[[], keras.optimizers.Optimizer] | None:

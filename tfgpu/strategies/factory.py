@@ -1,5 +1,6 @@
 """`tfgpu.strategy`: makes the strategy of a name, or the one that the cluster and the devices call for."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,6 @@ import tensorflow as tf
 
 from tfgpu import environment
 from tfgpu.cluster import Cluster
-from tfgpu.consistency import settings
 from tfgpu.errors import InputError, unknown
 from tfgpu.strategies.averaging import Outer, averaging
 from tfgpu.strategies.devices import Devices
@@ -17,17 +17,10 @@ from tfgpu.strategies.multi_worker import multi_worker
 from tfgpu.strategies.one_device import one_device
 from tfgpu.strategies.parameter_server import Partitioner, parameter_server
 
-_CHECKS = frozenset({"check_replicas", "on_difference"})
-_COMMUNICATION = _CHECKS | {"all_reduce", "bytes_per_pack", "reduce_dtype", "top_k", "batch_norm", "unproven"}
-_FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
-    "one_device": (one_device, frozenset({"devices", "unproven"})),
-    "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
-    "multi_worker": (multi_worker, _COMMUNICATION | {"devices", "python_data"}),
-    "parameter_server": (parameter_server, frozenset({"max_staleness", "partitioner", "watch"})),
-    "averaging": (averaging, frozenset({"devices", "all_reduce", "bytes_per_pack", "every", "after", "outer"})),
+_FACTORIES: dict[str, Callable[..., tf.distribute.Strategy]] = {
+    make.__name__: make for make in (one_device, mirrored, multi_worker, parameter_server, averaging)
 }
-"""Each strategy's factory and the options that apply to it."""
-_OF_CLUSTERS = ("multi_worker", "parameter_server", "averaging")
+"""By name. The options that apply to a strategy are its factory's parameters."""
 KINDS = ("auto", *_FACTORIES)
 
 _log = logging.getLogger(__name__)
@@ -99,45 +92,27 @@ def strategy(
         InputError: an unknown name, more devices than exist, or an option that does not apply.
         MachineError: `multi_worker` after TensorFlow has started its devices.
     """
+    given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
+    given.pop("kind", None)
     if kind not in KINDS:
         raise unknown("strategy", kind, KINDS)
-    cluster = Cluster.from_environment() if cluster is None else cluster
-    is_evaluator = cluster.task_type == "evaluator"
-    if kind == "auto" or (kind == "parameter_server" and is_evaluator):
+    cluster = given["cluster"] = Cluster.from_environment() if cluster is None else cluster
+    if cluster.task_type == "evaluator":
+        for name in ("max_staleness", "partitioner", "watch"):  # meant for the coordinator, which runs the same script
+            given.pop(name, None)
+    if kind == "auto" or (kind == "parameter_server" and cluster.task_type == "evaluator"):
         kind = _choose(devices, cluster)
-    options = {
-        "devices": devices,
-        "all_reduce": None if all_reduce == "auto" else all_reduce,
-        "bytes_per_pack": bytes_per_pack,
-        "reduce_dtype": reduce_dtype,
-        "top_k": top_k,
-        "every": every,
-        "after": after,
-        "outer": outer,
-    }
-    if not is_evaluator:  # it runs the script of the training, and ignores what is meant for the coordinator
-        options |= {"max_staleness": max_staleness, "watch": watch}
-    given = {name: value for name, value in options.items() if value is not None}
-    named = {  # of which None is no default
-        "batch_norm": (batch_norm, "global"),
-        "unproven": (unproven, "gather"),
-        "check_replicas": (check_replicas, settings.DEFAULT),
-        "on_difference": (on_difference, "stop"),
-        "python_data": (python_data, "deal"),
-        "partitioner": ("auto" if is_evaluator else partitioner, "auto"),
-    }
-    given |= {name: value for name, (value, default) in named.items() if value != default}
-    return _make(kind, given, cluster)
-
-
-def _make(kind: str, given: dict[str, object], cluster: Cluster) -> tf.distribute.Strategy:
-    make, applicable = _FACTORIES[kind]
-    for name in given:
-        if name not in applicable:
-            raise InputError(_does_not_apply(kind, name, given[name]))
+    make = _FACTORIES[kind]
+    applicable = inspect.signature(make).parameters
+    for name, value in given.items():
+        if name not in applicable and name != "cluster":
+            raise InputError(_does_not_apply(kind, name, value))
     if kind == "mirrored" and cluster.is_multi_worker:
         _log.warning("The cluster has %d workers, but 'mirrored' trains in each by itself.", cluster.size)
-    return make(**given, **({"cluster": cluster} if kind in _OF_CLUSTERS else {}))
+    return make(**{name: value for name, value in given.items() if name in applicable})
+
+
+_DEFAULTS = {name: each.default for name, each in inspect.signature(strategy).parameters.items()}
 
 
 def _choose(devices: Devices, cluster: Cluster) -> str:
@@ -150,5 +125,5 @@ def _choose(devices: Devices, cluster: Cluster) -> str:
 
 
 def _does_not_apply(kind: str, name: str, value: object) -> str:
-    others = " or ".join(f"`{other}`" for other, (_, applicable) in _FACTORIES.items() if name in applicable)
-    return f"`{name}` does not apply to `{kind}`. Received: {value!r}. Remove it, or use {others}."
+    others = [f"`{other}`" for other, make in _FACTORIES.items() if name in inspect.signature(make).parameters]
+    return f"`{name}` does not apply to `{kind}`. Received: {value!r}. Remove it, or use {' or '.join(others)}."

@@ -72,7 +72,8 @@ def parameter_server(
             f"`parameter_server` needs a chief, workers and parameter servers. Found: {describe_task(cluster)}; "
             f"missing: {', '.join(missing)}. Add them to TF_CONFIG, or use `multi_worker` or `mirrored`."
         )
-    _check_staleness(max_staleness)
+    if max_staleness is not None:
+        whole_number("max_staleness", max_staleness, minimum=0)
     partitioner = _partitioner(partitioner, len(cluster.parameter_servers))
     if cluster.task_type in ("worker", "ps"):
         serve(cluster, watch=watch)
@@ -163,11 +164,6 @@ def _watching(cluster: Cluster, folder: str | Path | None) -> contextlib.Abstrac
     name = f"ps{cluster.task_index}" if cluster.task_type == "ps" else f"worker{cluster.rank}"
     number = cluster.rank if cluster.rank >= 0 else cluster.size + cluster.task_index
     return watching(Path(folder) / f"monitor-{name}.csv", worker=number, workers=cluster.size)
-
-
-def _check_staleness(value: int | None) -> None:
-    if value is not None:
-        whole_number("max_staleness", value, minimum=0)
 
 
 def _partitioner(value: Partitioner, servers: int) -> Callable | None:
