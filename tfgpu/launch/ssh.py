@@ -100,31 +100,10 @@ def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[s
         >>> command("ssh -i key", "host1", "/opt/python", "/my work", {})[-2:]
         ['host1', "cd '/my work' && exec env /opt/python -m tfgpu.launch.remote"]
     """
-    return reached(ssh, node, ["-m", "tfgpu.launch.remote"], python=python, directory=directory, environ=environ)
-
-
-def reached(
-    ssh: str,
-    node: str,
-    words: Sequence[str],
-    *,
-    python: str = sys.executable,
-    directory: str | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> list[str]:
-    """Returns the command that runs an interpreter on a node.
-
-    Args:
-        ssh: the command, with options.
-        node: what ssh takes.
-        words: the interpreter's arguments.
-        python: the interpreter.
-        directory: where it runs; None: the same path as here.
-        environ: source of PYTHONPATH. Other variables are sent over the connection.
-    """
+    # Other variables are sent over the connection.
     found = [f"PYTHONPATH={shlex.quote(environ['PYTHONPATH'])}"] if environ.get("PYTHONPATH") else []
-    start = " ".join([*found, *map(shlex.quote, [python, *words])])
-    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory or os.getcwd())} && exec env {start}"]
+    start = " ".join([*found, shlex.quote(python), "-m tfgpu.launch.remote"])
+    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory)} && exec env {start}"]
 
 
 def _is_carried(name: str) -> bool:
