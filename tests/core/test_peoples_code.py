@@ -1,5 +1,6 @@
 """Code as people write it: replicas give what one device gives, or a warning names it before the first step."""
 
+import contextlib
 import logging
 import random
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfgpu
+from tfgpu.core.row_mixing.isolation import Sandbox
+from tfgpu.core.row_mixing.step_recorder import Recorder
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -94,6 +97,39 @@ class HeldGenerator(Own):
         return super().loss_of(x, y) * float(self._rng.uniform(0.5, 1.5))
 
 
+class GeneratorWithin(Own):
+    """A factor from a NumPy generator in a list in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources = {"noise": [np.random.default_rng(3)]}
+
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) * float(self.sources["noise"][0].uniform(0.5, 1.5))
+
+
+class FromData(Own):
+    """Has more data than `fit` gives it."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = iter(tf.data.Dataset.from_tensor_slices(X[::-1].copy()).batch(4).repeat())
+
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) + ops.mean(ops.square(self(next(self.more))))
+
+
+class FromPython(Own):
+    """Takes a factor from an iterator in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = [iter([0.5, 1.0, 2.0] * 5)]
+
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) * next(self.factors[0])
+
+
 class Surgery(Own):
     """PCGrad: of one task's gradient, what lies against the other's is taken away."""
 
@@ -171,6 +207,18 @@ class Scaled(Depth):
         return x + self.inner(x) * (self.rng.random() if training else 1.0)
 
 
+@tf.custom_gradient
+def with_unit_gradient(x):
+    return tf.identity(x), lambda upstream: upstream / (tf.norm(upstream) + 1e-6)
+
+
+class UnitGradient(layers.Layer):
+    """Its gradient is as long as 1, over the whole batch."""
+
+    def call(self, x):
+        return with_unit_gradient(x)
+
+
 class Running(layers.Layer):
     """Normalizes by moments that it keeps."""
 
@@ -183,6 +231,29 @@ class Running(layers.Layer):
             self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, 0))
             self.variance.assign(0.9 * self.variance + 0.1 * ops.var(x, 0))
         return (x - self.mean) / ops.sqrt(self.variance + 1e-3)
+
+
+class Counting(layers.Layer):
+    """Divides by a count of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x / (1 + 0.1 * self.calls)
+
+
+class Late(keras.Model):
+    """Is built by its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.counting, self.last = layers.Dense(6), Counting(), layers.Dense(3)
+
+    def call(self, x):
+        return self.last(self.counting(self.first(x)))
 
 
 class OfNumpy(keras.metrics.Metric):
@@ -247,7 +318,10 @@ EQUAL = {
     "every-other": (EveryOther, {"eager": True}),
     "loss-that-counts": (with_layer(Running), {"eager": True, "loss": WarmLoss}),
     "last-batch": (LastBatch, {"eager": True}),
+    "layer-that-counts": (with_layer(Counting), {"eager": True}),
+    "late-layer-that-counts": (Late, {"eager": True}),
     "held-generator": (HeldGenerator, {"eager": True}),
+    "generator-within": (GeneratorWithin, {"eager": True}),
     "stochastic-depth": (with_layer(Depth), {"eager": True}),
     "scaled-at-random": (with_layer(Scaled), {"eager": True}),
     "metric-of-numpy": (with_layer(Running), {"eager": True, "metrics": [OfNumpy]}),
@@ -275,6 +349,10 @@ NAMED = {
         HeldGenerator,
         "`HeldGenerator.train_step` draws from a generator of Python or NumPy (`_rng`)",
     ),
+    "generator-within": (
+        GeneratorWithin,
+        "`GeneratorWithin.train_step` draws from a generator of Python or NumPy (`sources['noise'][0]`)",
+    ),
     "loss-that-counts": (with_layer(Running), "The loss 'WarmLoss' changes Python state (`calls`)"),
     "stochastic-depth": (with_layer(Depth), "(Depth) draws from a generator of Python or NumPy (`random`)"),
     "scaled-at-random": (with_layer(Scaled), "(Scaled) draws from a generator of Python or NumPy (`rng`)"),
@@ -288,6 +366,46 @@ def test_what_python_does_in_a_trace_is_named(what, caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         answer(make, 2, loss=WarmLoss if "loss" in what else CROSS_ENTROPY)
     assert said in caplog.text and "traces the step" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [FromPython, pytest.param(FromData, marks=pytest.mark.slow)])
+def test_elements_of_an_iterator_are_refused_and_none_is_lost(kind):
+    with pytest.raises(tfgpu.InputError, match="takes elements from an iterator.*Dataset.zip"):
+        answer(kind, 2, eager=kind is FromPython)
+    answer(kind, 1, eager=kind is FromPython)
+    model = kind()
+    with contextlib.suppress(tfgpu.InputError), Sandbox(model.loss_of).around(Recorder(1.0, 0, 7)):
+        model.loss_of(X, Y)
+    first = next(model.factors[0]) if kind is FromPython else next(model.more)[0]
+    np.testing.assert_array_equal(first, 0.5 if kind is FromPython else X[-1])
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_linear_is_named(caplog):
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        answer(with_layer(UnitGradient), 2)
+    assert "The gradient of the layer 'unit_gradient' (UnitGradient) is not linear" in caplog.text
+
+
+class OwnFunction(Own):
+    """Runs its step by itself."""
+
+    def make_train_function(self, force=False):
+        strategy = self.distribute_strategy
+
+        @tf.function
+        def function(iterator):
+            found = strategy.run(self.train_step, args=(next(iterator),))
+            return {name: strategy.reduce("mean", value, axis=None) for name, value in found.items()}
+
+        self.train_function = function
+        return function
+
+
+@pytest.mark.slow
+def test_a_train_function_that_is_written_whole_is_refused():
+    with pytest.raises(Exception, match="Write a `train_step` instead"):  # of AutoGraph, which tells ours
+        answer(OwnFunction, 2)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What code can change in Python is put back."""
 
 import collections
+import dataclasses
 import functools
 import random
 import types
@@ -52,7 +53,7 @@ def test_attributes_and_containers():
     holder.queue.append(2)
     holder.new, Holder.shared, holder.numbers = holder.late, 1, []
     assert [holder.draws.random(), holder.python.random(), holder.old.random()] == first
-    assert kept.changes() == "draws named numbers old python queue shared x".split()
+    assert kept.changes() == "draws full named numbers old python queue shared x".split()
     assert kept.draws(kept.changes()) == ["draws", "old", "python"]
     kept.put_back()
     assert not kept.changes()
@@ -135,3 +136,50 @@ def test_trackers_forget(base):
 def test_variables_are_told():
     variable = tf.Variable(1.0)
     assert Kept([lambda: variable]).variables == [variable]
+
+
+@dataclasses.dataclass(slots=True)
+class Noise:
+    """A generator and a count in slots."""
+
+    rng: np.random.Generator
+    calls: int = 0
+
+
+OLD, PYTHON = np.random.RandomState(2), random.Random(3)
+IN_A_DICT = {"noise": {"held": (np.random.default_rng(1),)}}
+
+
+def drawn_everywhere(holder, rng_in_a_cell):
+    def step(x, by_default=[OLD], *, more={"a": PYTHON}):  # noqa: B006
+        holder.noise.calls += 1
+        holder.state["inner"]["calls"] += 1
+        sources = [holder.noise.rng, *holder.queue, *IN_A_DICT["noise"]["held"], rng_in_a_cell, more["a"]]
+        return [float(each.random()) for each in sources] + [float(by_default[0].uniform())]
+
+    return step
+
+
+def test_generators_and_counts_within_containers_slots_and_defaults():
+    holder = types.SimpleNamespace(
+        noise=Noise(np.random.default_rng(4)),
+        queue=collections.deque([[0], np.random.default_rng(5)][1:]),
+        state={"inner": {"calls": 0}},
+        never=random.SystemRandom(),
+    )
+    step = functools.partial(drawn_everywhere(holder, random.Random(6)), 1.0)
+    kept = Kept([step])
+    first = step()
+    names = "IN_A_DICT['noise']['held'][0] by_default[0] calls more['a'] queue[0] rng rng_in_a_cell state['inner']"
+    assert kept.changes() == names.split()
+    assert kept.counts(kept.changes()) == ["calls", "state['inner']"]
+    assert kept.draws(kept.changes()) == [each for each in names.split() if each not in ("calls", "state['inner']")]
+    places = kept.places(kept.changes())
+    mine = [place.value() for place in places]
+    kept.put_back()
+    assert not kept.changes() and holder.noise.calls == holder.state["inner"]["calls"] == 0
+    assert step() == first
+    second = step()
+    for place, value in zip(places, mine, strict=True):
+        place.give(value)
+    assert holder.noise.calls == holder.state["inner"]["calls"] == 1 and step() == second

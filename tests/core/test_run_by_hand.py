@@ -216,3 +216,78 @@ def test_a_function_that_cannot_be_tried_is_named(caplog):
 def test_a_trial_leaves_no_trace():
     """The generator of dropout, the metrics and the weights: one device's, which runs no trial."""
     assert_alike(Loop(one_device()).run(), Loop(two_devices()).run())
+
+
+class Alone(Loop):
+    """A mean over a replica's rows, divided by the number of replicas: right where all hold the same number of rows."""
+
+    def loss_of(self, y, outputs):
+        return tf.reduce_mean(ops.square(y - outputs)) / self.strategy.num_replicas_in_sync
+
+
+@pytest.mark.slow
+def test_what_counts_replicas_alike_is_named_before_an_uneven_batch(caplog):
+    loop = Alone(two_devices())
+    loop.metrics = []
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        even = loop.strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, True))
+        for x, y in even:
+            loop.strategy.run(loop.step, args=(x, y))
+        assert "strategy.run" not in caplog.text
+        loop.run()
+    (said,) = (each.getMessage() for each in caplog.records if each.name.startswith("tfgpu"))
+    assert "`step` of `strategy.run` counts each replica alike" in said and "drop_remainder" in said
+    assert functions(loop.strategy)[-1] == verdicts.NOT_AS_ONE
+
+
+class Running(keras.layers.Layer):
+    """Keeps a running mean of what it gets, and a count of it."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, 0))
+            self.calls.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+        return x - ops.stop_gradient(ops.convert_to_tensor(self.calls)) * 0.01
+
+
+class Balance(keras.layers.Layer):
+    """Its penalty is no mean over rows."""
+
+    def call(self, x):
+        self.add_loss(ops.sum(ops.square(ops.mean(ops.softmax(x), 0))))
+        return x
+
+
+class Penalized(Divided):
+    def loss_of(self, y, outputs):
+        return super().loss_of(y, outputs) + tf.nn.scale_regularization_loss(tf.add_n(self.model.losses))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("layer", [Running, Balance, keras.layers.BatchNormalization])
+def test_layers_in_a_loop_whose_last_batch_leaves_a_replica_without_rows(layer, replicas, caplog):
+    kind = Penalized if layer is Balance else Divided
+    strategy = tfgpu.strategy("mirrored", devices=[f"CPU:{at}" for at in range(replicas)])
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        assert_alike(kind(one_device(), layer=layer).run(), kind(strategy, layer=layer).run())
+    assert "`step` of `strategy.run`" not in caplog.text or layer is Balance
+
+
+class Mixed(Loop):
+    """Mixes rows with others, whose numbers it draws."""
+
+    def loss_of(self, y, outputs):
+        order = keras.random.shuffle(tf.range(tf.shape(y)[0]), seed=1)
+        return super().loss_of(0.5 * y + 0.5 * tf.gather(y, order), outputs)
+
+
+@pytest.mark.slow
+def test_shuffled_numbers_of_rows_are_named():
+    loop = Mixed(two_devices(unproven="refuse"))
+    with pytest.raises(InputError, match="it shuffles the numbers of a batch's rows"):
+        loop.run(eagerly=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
-from tfgpu.core.row_mixing import part_trial, step_trial, verdicts
+from tfgpu.core.row_mixing import draws, step_trial, verdicts
 from tfgpu.errors import InputError
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
@@ -169,7 +169,7 @@ def test_the_user_s_own_rows_are_tried(caplog):
 )
 def test_which_data_give_rows_to_try(arguments, is_given):
     spec = tf.TensorSpec((None, 5)), tf.TensorSpec((8, 3))
-    found = part_trial.given_rows(arguments, spec, 7)
+    found = draws.given_rows(arguments, spec, 7)
     assert (found is not None) == is_given
     for given, own, each in zip(found or (), (X, Y), spec, strict=False):
         np.testing.assert_array_equal(given, own[:7])

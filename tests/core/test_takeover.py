@@ -1,5 +1,7 @@
 """Optimizers and metrics that were made outside the scope: the same objects, and one device's training."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -151,3 +153,24 @@ def test_a_callback_compiles(hook):
         found.append([*fit(model, epochs=3, callbacks=[Compiles()]).values(), *model.get_weights()])
     check(*found)
     assert len(found[0][0]) == 3
+
+
+@pytest.mark.parametrize("kind", [keras.Model, Adversaries])
+def test_one_device_trains_with_what_is_compiled_outside(kind):
+    def trained(scope):
+        strategy = tfgpu.strategy("one_device", devices=["CPU:0"])
+        with strategy.scope():
+            model = make(kind)
+        with scope(strategy):
+            first = Slowing(0.1, 0.9)
+            if kind is Adversaries:
+                model.compile(first, {"second": keras.optimizers.Adam(0.01)})
+            else:
+                model.compile(first, "mse", metrics=["mae"])
+        return model.fit(X, Y, epochs=2, verbose=0).history, model.get_weights()
+
+    logs, weights = trained(lambda strategy: contextlib.nullcontext())
+    expected, others = trained(lambda strategy: strategy.scope())
+    assert logs == expected
+    for mine, other in zip(weights, others, strict=True):
+        np.testing.assert_array_equal(mine, other)

@@ -1,7 +1,8 @@
 """Private parts of tf.data: the stages of a dataset, read from its objects, and the graphs of their functions."""
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -302,3 +303,16 @@ def _batch_of(dataset: tf.data.Dataset) -> Batch | None:
             return None  # the longest row of the batch decides
         padding = tf.nest.map_structure(lambda shape: tf.TensorShape(shape.tolist()), shapes), dataset._padding_values
     return Batch(rows, bool(drop), None if calls is None else _number(calls), padding)
+
+
+@contextlib.contextmanager
+def without_elements(iterators: Iterable[tf.data.Iterator], instead: Callable) -> Iterator[None]:
+    """Inside the block, who asks one of these iterators for its next element calls `instead`."""
+    found = [each for each in iterators if hasattr(each, "_next_internal")]
+    for each in found:
+        vars(each)["_next_internal"] = instead
+    try:
+        yield
+    finally:
+        for each in found:
+            del vars(each)["_next_internal"]

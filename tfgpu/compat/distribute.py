@@ -18,10 +18,13 @@ __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica
 
 @contextmanager
 def as_replicas(strategy: tf.distribute.Strategy, count: int) -> Iterator[None]:
-    """Inside the block, code that asks a strategy for its number of replicas hears another one."""
-    owner = distribute_lib.StrategyBase
+    """Inside the block, code that asks a strategy for its number of replicas hears another one.
+
+    So does code that asks the strategy in which it runs, as `tf.nn.scale_regularization_loss` does.
+    """
+    owner, here = distribute_lib.StrategyBase, tf.distribute.get_strategy()
     stock = owner.num_replicas_in_sync
-    owner.num_replicas_in_sync = property(lambda self: count if self is strategy else stock.fget(self))
+    owner.num_replicas_in_sync = property(lambda self: count if self in (strategy, here) else stock.fget(self))
     try:
         yield
     finally:

@@ -10,6 +10,12 @@ from tfgpu.compat import patch, targets
 from tfgpu.compat.keras import Functional, Sequential
 
 
+def that_build_nothing(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Of a layer and those within, the built ones, and those without a `build` of their own (it might set numbers)."""
+    plain = keras.layers.Layer.build, keras.Model.build
+    return [each for each in layers_within(layer) if each.built or type(each).build in plain]
+
+
 def layers_within(layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True) -> list:
     """The sublayers of a layer, each after its parent."""
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))

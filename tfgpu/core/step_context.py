@@ -261,16 +261,24 @@ def times_share(value: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(value, tf.cast(share(), value.dtype))
 
 
+def _local_rows() -> tf.Tensor | None:
+    """How many rows this replica holds, in a step or in a `strategy.run` by hand."""
+    facts, given = rows(), current().given_rows
+    if facts is not None:
+        return facts.local
+    return None if given is None or replica_context() is None else given.local
+
+
 def has_rows(dtype=tf.bool) -> tf.Tensor:
-    """Whether this replica holds rows of the batch, as a scalar of `dtype`; True outside a step."""
-    found = rows()
-    return tf.cast(True if found is None else found.local > 0, dtype)
+    """Whether this replica holds rows of the batch, as a scalar of `dtype`; True where replicas hold none."""
+    found = _local_rows()
+    return tf.cast(True if found is None else found > 0, dtype)
 
 
 def surely_has_rows() -> bool:
-    """Whether it is known before the step runs that this replica holds rows; True outside a step."""
-    found = rows()
-    return found is None or bool(tf.get_static_value(found.local))
+    """Whether it is known before the step runs that this replica holds rows; True where replicas hold none."""
+    found = _local_rows()
+    return found is None or bool(tf.get_static_value(found))
 
 
 def rows_are_even() -> bool:

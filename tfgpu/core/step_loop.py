@@ -310,8 +310,7 @@ def use_step_runner() -> None:
     def make_function(stock, self, step_function):
         strategy = strategy_of(self)
         is_plain = strategy is None or isinstance(strategy, tf.distribute.OneDeviceStrategy)
-        if replication.is_replicated(strategy):
-            takeover.take_over(self, strategy)  # what a `compile` of the user's own has kept
+        takeover.take_over(self, strategy)  # what a `compile` of the user's own has kept
         if is_plain or replication.is_replicated(strategy):
             return StepRunner(self, step_function)
         return stock(self, step_function)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute, training
+from tfgpu.compat import distribute, layers, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
@@ -41,8 +41,7 @@ def compile_in_scope() -> None:
             raise InputError("The model was created outside `strategy.scope()`. Create and compile it inside.")
         with _scope_of(self):
             stock(self, *args, **kwargs)
-        if replication.is_replicated(own):
-            takeover.take_over(self, own, keras.tree.flatten((args, kwargs)))
+        takeover.take_over(self, own, keras.tree.flatten((args, kwargs)))
         run = step_blocks.current()
         if run is not None and run.model is self and run.kind == "train":  # by a callback; stock `fit` then calls None
             self.make_train_function()
@@ -91,12 +90,27 @@ def build_from_spec() -> None:
 
 @contextlib.contextmanager
 def _uncounted(model) -> Iterator[None]:
-    """Calls of losses and metrics in the block are none that these count in Python: one device has none there."""
-    kept = python_state.Kept(training.compiled_losses_and_metrics(model), ())
+    """Calls of losses, metrics and layers in the block are not counted in Python: one device has none there.
+
+    But for a model's first call by which Keras builds it, which one device has too.
+    """
+    kept = [python_state.Kept(training.compiled_losses_and_metrics(model), ())]
+    call, held = model.call, vars(model).get("call")
+
+    def built(*args, **kwargs):
+        if model.built and len(kept) == 1:
+            kept.append(python_state.Kept([model], layers.that_build_nothing(model)))
+        return call(*args, **kwargs)
+
+    vars(model)["call"] = built
     try:
         yield
     finally:
-        kept.put_back_counts()
+        vars(model).pop("call")
+        if held is not None:
+            vars(model)["call"] = held
+        for each in kept:
+            each.put_back_counts()
 
 
 @contextlib.contextmanager

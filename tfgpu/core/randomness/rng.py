@@ -36,7 +36,8 @@ from tfgpu.core import batch_rows, batch_sharding, extensions, replica_attribute
 from tfgpu.core.randomness import row_draws, trace_choices
 from tfgpu.core.randomness.row_draws import DrawShard
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
-from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing import row_sums, step_recorder
+from tfgpu.errors import InputError
 
 
 def wrap_random_functions() -> None:
@@ -82,9 +83,10 @@ def _wrap_run() -> None:
             isinstance(fn, private_tf.Function) and tf.executing_eagerly()
         ):  # replicas meet within it, as in stock TensorFlow
             return _run_within(self, fn)(*args, **(kwargs or {}))
+        body = getattr(fn, "python_function", fn)
+        _check_is_not_of_fit(body, args, kwargs or {})
         for observe in extensions.run_observers:
             observe(self, fn, args, kwargs or {})
-        body = getattr(fn, "python_function", fn)
         fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then has nothing left to convert
         choices, python = [], replica_attributes.PythonState()
         changes = slots.get(self, "changes_in_python", {}).get(getattr(body, "__code__", None), ())
@@ -97,6 +99,17 @@ def _wrap_run() -> None:
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)
+
+
+def _check_is_not_of_fit(function: Callable, args: tuple, kwargs: dict) -> None:
+    """Refuses a `make_train_function` that is written whole: the batches that `fit` reads say whose rows they hold."""
+    is_of_fit = any(isinstance(each, batch_sharding.ReplicaBatch) for each in (*args, *kwargs.values()))
+    if is_of_fit and (getattr(function, "__module__", None) or "").split(".")[0] != "tfgpu":
+        raise InputError(
+            "A `make_train_function` or `make_test_function` of your own runs `strategy.run` on the batches of `fit`. "
+            "Write a `train_step` instead, or call `super().make_train_function(force)` and wrap the "
+            "`self.train_function` that it makes."
+        )
 
 
 def _run_within(strategy: tf.distribute.Strategy, function: Callable) -> Callable:
@@ -221,9 +234,15 @@ def _wrap_shuffle() -> None:
         rows = row_draws.of_shape(tf.shape(x)) if axis in (0, -x.shape.rank) else None
         if rows is None:
             return stock(x, axis, seed)
+        if step_recorder.is_by_hand() and _are_numbers_of_rows(x):
+            raise ValueError("it shuffles the numbers of a batch's rows, which count from 0 on each replica")
         # A row may go to any replica, so all rows are gathered. The order is drawn for indices, which are integers.
         order = stock(tf.range(rows.total), 0, seed)
         return tf.ensure_shape(row_sums.own_rows(tf.gather(row_sums.all_rows(x), order), x), x.shape)
+
+
+def _are_numbers_of_rows(x: tf.Tensor) -> bool:
+    return x.dtype.is_integer and x.shape.rank == 1 and bool(tf.reduce_all(x == tf.range(tf.size(x), dtype=x.dtype)))
 
 
 def _name(dtype) -> str:

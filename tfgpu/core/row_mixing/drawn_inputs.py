@@ -44,18 +44,19 @@ def spec_of(tensor: tf.Tensor) -> Spec:
 def rows_each(tensor: tf.Tensor) -> int | None:
     """How many of a tensor's rows belong to each row of this replica's batch; None where it has no rows.
 
-    Of a tensor with an unknown number of rows it is 1.
+    Of a tensor with an unknown number of rows it is 1, and of one that is empty, as a replica of a loop by hand may get
+    it: other replicas, whose shards have a row, find the same.
     """
     if tensor.shape.rank in (0, None):
         return None
     local = batch_rows.local_rows()
     leading, held = tensor.shape[0], None if local is None else tf.get_static_value(local)
-    if leading is None:
+    if not leading:
         return 1
     if held is None:
         return None
     held = max(int(held), 1)
-    return leading // held if leading and leading % held == 0 else None
+    return leading // held if leading % held == 0 else None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.state.held_iterators import TakesElements
 
 UNKNOWN, SHORT = 8, 8
 """The length of an axis that is not known, and of a long one that is cut."""
@@ -58,7 +59,7 @@ def judged(
     for draw in draws:
         try:
             verdict = judge(draw)
-        except passing:
+        except (*passing, TakesElements):
             raise
         except Exception as error:
             why = why or told(error)
@@ -106,3 +107,32 @@ def with_specials(source: np.random.Generator, drawn: np.ndarray, numbers: Seque
 def cast(drawn: np.ndarray, dtype: str | tf.DType) -> tf.Tensor:
     """A tensor of these numbers."""
     return tf.cast(tf.convert_to_tensor(drawn), dtype)
+
+
+def given_rows(arguments: dict, spec: object, rows: int) -> object | None:
+    """The first rows of the arrays that `fit` or `evaluate` was called with, as the step gets them.
+
+    Args:
+        arguments: of the call, by name.
+        spec: of what the step gets.
+        rows: how many.
+
+    Returns:
+        Tensors in the structure of `spec`; None where the data are no arrays, too few, or not what the step gets.
+    """
+    data = [arguments.get(name) for name in ("x", "y", "sample_weight")]
+    leaves, specs = tf.nest.flatten([each for each in data if each is not None]), tf.nest.flatten(spec)
+    known = np.ndarray, tf.Tensor
+    if not leaves or len(leaves) != len(specs) or not all(isinstance(each, known) for each in leaves):
+        return None
+    pairs = list(zip(leaves, specs, strict=True))
+    if not all(isinstance(each, tf.TensorSpec) and _has_rows_for(leaf, each, rows) for leaf, each in pairs):
+        return None
+    return tf.nest.pack_sequence_as(spec, [tf.cast(leaf[:rows], each.dtype) for leaf, each in pairs])
+
+
+def _has_rows_for(array: np.ndarray | tf.Tensor, spec: tf.TensorSpec, rows: int) -> bool:
+    """Whether an array has so many rows, and the spec is one of its rows."""
+    if not array.ndim or len(array) < rows or spec.shape.rank != array.ndim or tf.as_dtype(array.dtype) == tf.string:
+        return False
+    return spec.shape[1:].is_compatible_with(array.shape[1:])

@@ -127,10 +127,10 @@ def own_rows(leaf: object, has_rows: bool | None = None) -> object:
     if not has_rows:
         return leaf
     each = tf.shape(leaf)[0] // facts.total
-    first = facts.offset * each
-    found = leaf[first : first + tf.maximum(facts.local, 1) * each]
+    first, least = facts.offset * each, 0 if step_context.step() is None else 1  # a step has a stand-in row for none
+    found = leaf[first : first + tf.maximum(facts.local, least) * each]
     if None not in (leading, total, local):
-        found = tf.ensure_shape(found, [max(int(local), 1) * (leading // int(total)), *leaf.shape[1:]])
+        found = tf.ensure_shape(found, [max(int(local), least) * (leading // int(total)), *leaf.shape[1:]])
     mask = private.get_mask(leaf)
     if mask is not None:
         private.set_mask(found, own_rows(mask, True))

@@ -131,7 +131,7 @@ class Sandbox:
         """Surrounds one run, of which `found` is told what it would assign."""
         scope = Apart(self._kept.variables)
         try:
-            with kept_draws(seed), scope:
+            with kept_draws(seed), scope, self._kept.without_iterators():
                 yield scope
             found.assigned, found.has_made = scope.assigned(), bool(scope.made_variables())
             found.changes = self._kept.changes()

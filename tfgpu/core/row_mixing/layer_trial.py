@@ -44,6 +44,7 @@ class Verdict:
     changes: tuple[str, ...] = ()  # names of what it changes in Python
     generators: tuple[str, ...] = ()  # those of them that hold a generator of random numbers
     counts: tuple[str, ...] = ()  # those of them that hold a number, a text or a container
+    is_linear: bool = True  # its gradient is the sum of those of the rows' parts of a loss
 
 
 @dataclass
@@ -196,9 +197,23 @@ class LayerTrial:
             and self._difference(drawn, whole, halves, is_cut=is_cut, has_gradients=False) is None
         ):
             return Verdict(Needs.ITS_PARTS)
-        return Verdict(
-            Needs.ALL, difference, tuple(comparison.has_rows(value, rows) for value in whole.values[: whole.outputs])
-        )
+        have_rows = tuple(comparison.has_rows(value, rows) for value in whole.values[: whole.outputs])
+        return Verdict(Needs.ALL, difference, have_rows, is_linear=self._is_linear(drawn, whole, whole_shard, halves))
+
+    def _is_linear(self, drawn: list, whole: Outcome, shard: TrialShard, halves: list[TrialShard]) -> bool:
+        """Whether the gradients of two parts of a loss, each of some rows of the outputs, make that of the whole.
+
+        On all rows each replica takes the gradient of its rows' part.
+        """
+        self._recorder.is_on = False
+        parts = [self._outcome(drawn, shard, within=half) for half in halves]
+        for name in ("of_inputs", "of_weights"):
+            largest = comparison.largest(getattr(whole, name))
+            for value, *found in zip(getattr(whole, name), *(getattr(part, name) for part in parts), strict=True):
+                found = [each for each in found if each is not None]
+                if value is not None and not comparison.is_close(value, sum(found), 10 * self._close, largest):
+                    return False
+        return True
 
     def _judge_calls(self, whole: TrialShard) -> bool:
         """Tries the layers within on what they were called with; whether one mixes rows."""
@@ -222,7 +237,9 @@ class LayerTrial:
             return f"it takes all rows, but not some of them ({type(error).__name__})"
         return self._differing(whole, parts, halves)
 
-    def _outcome(self, drawn: list, shard: TrialShard, *, has_gradients: bool = True) -> Outcome:
+    def _outcome(
+        self, drawn: list, shard: TrialShard, *, has_gradients: bool = True, within: TrialShard | None = None
+    ) -> Outcome:
         is_whole = shard.count == shard.total
         self._recorder.shard, self._recorder.counts = None if is_whole else shard, {}
         (args, kwargs), inputs = self._inputs.arguments(drawn, shard)
@@ -241,13 +258,13 @@ class LayerTrial:
         ):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(floats)
-                with scope:
+                with scope, self._kept.without_iterators():
                     outputs = self._layer(*args, **kwargs)
                 left = isolation.tensors_in(self._within)
                 kept = [value for key, value in left.items() if before.get(key) is not value]
                 found = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs) if leaf is not None]
                 tensors = [*found, *(each for each in kept if hasattr(each, "numpy"))]
-                target = _target(tensors, scope.losses, shard) if has_gradients else None
+                target = _target(tensors, scope.losses, shard, within or shard) if has_gradients else None
             self._changes |= set(self._kept.changes())
         gradients = [] if not has_gradients else _gradients(tape, target, floats)
         count = sum(each.dtype.is_floating for each in inputs)
@@ -325,18 +342,31 @@ class LayerTrial:
         return None
 
 
-def _target(tensors: list[tf.Tensor], losses: list[tf.Tensor], shard: TrialShard) -> tf.Tensor | None:
-    """A number of the shard of which the whole's is the sum: what is drawn for each row times its outputs."""
-    found = [tf.reduce_sum(tf.cast(loss, tf.float32)) * shard.share for loss in losses]
+def _target(
+    tensors: list[tf.Tensor], losses: list[tf.Tensor], shard: TrialShard, within: TrialShard
+) -> tf.Tensor | None:
+    """A number of the shard of which the whole's is the sum: what is drawn for each row times its outputs.
+
+    Args:
+        tensors: outputs of the shard.
+        losses: that were added.
+        shard: the rows that there are.
+        within: those of them that count.
+    """
+    found = [tf.reduce_sum(tf.cast(loss, tf.float32)) * within.share for loss in losses]
     for at, tensor in enumerate(tensors):
         if not tensor.dtype.is_floating or tensor.shape.rank is None:
             continue
         source = np.random.default_rng(at)
         rows = tensor.shape[0] if tensor.shape.rank else None
         if rows is not None and shard.count and rows == shard.count:
-            upstream = shard.of(source.normal(size=(shard.total, *tensor.shape[1:])))
+            drawn = source.normal(size=(shard.total, *tensor.shape[1:]))
+            others = np.ones(shard.total, bool)
+            others[within.first : within.first + within.count] = False
+            drawn[others] = 0.0
+            upstream = shard.of(drawn)
         elif rows is None or rows % shard.count:
-            upstream = source.normal(size=tuple(tensor.shape)) * shard.share
+            upstream = source.normal(size=tuple(tensor.shape)) * within.share
         else:
             continue  # several for each row, in an order that is not known
         found.append(tf.reduce_sum(tf.cast(tensor, tf.float32) * tf.constant(upstream, tf.float32)))

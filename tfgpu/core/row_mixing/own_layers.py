@@ -23,7 +23,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, replica_attributes, step_context
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, step_recorder, verdicts
 from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
-from tfgpu.core.state import layer_state
+from tfgpu.core.state import layer_state, python_state
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 
@@ -143,10 +143,14 @@ def _piece(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dic
 
 
 def _build(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> None:
-    """Makes the variables that the layer's first call makes: a trial makes none. The call's graph is dropped."""
+    """Makes the variables that the layer's first call makes: a trial makes none. The call's graph is dropped.
+
+    What it counts in Python, it has not counted then.
+    """
     if slots.get(layer, "rows_built") or all(each.built for each in private_layers.layers_within(layer)):
         return
     slots.of(layer).rows_built = True
+    kept = python_state.Kept([layer], private_layers.that_build_nothing(layer))
 
     def call():
         with step_context.as_one_device(batch_rows.local_rows()), layer_state.assigning_alike():
@@ -154,6 +158,7 @@ def _build(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> None:
 
     tf.function(call, autograph=False).get_concrete_function()
     private_layers.clear_losses(layer)
+    kept.put_back_counts()
 
 
 def _verdict(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
@@ -180,8 +185,12 @@ def _tried(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
         (layer, code_digest.rows_of((args, kwargs)), private.is_training()),
         LayerTrial(layer, args, kwargs, _verdict).run,
         pack,
-        lambda needs, why, **found: Verdict(Needs[needs], why, **{name: tuple(each) for name, each in found.items()}),
+        _of_pack,
     )
+
+
+def _of_pack(needs: str, **found) -> Verdict:
+    return Verdict(Needs[needs], **{k: tuple(each) if isinstance(each, list) else each for k, each in found.items()})
 
 
 def _way(args: tuple, kwargs: dict) -> str:
@@ -220,6 +229,12 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
             verdict.why,
             what,
         )
+    if verdict.needs is Needs.ALL and not verdict.is_linear and choices.unproven() == "refuse":
+        raise InputError(
+            f"The gradient of {named[0].lower()}{named[1:]} is not linear: that of a loss is not the sum of those of "
+            "its rows, so replicas would train otherwise than one device. The strategy's `unproven` is 'refuse'. Work "
+            "on gradients in a `train_step` of your own."
+        )
     if verdict.needs is Needs.ALL:
         _log.warning(
             "%s mixes rows of the batch: %s. To match one device, each replica computes it on all rows, and its inputs "
@@ -229,6 +244,13 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
             piece.traffic,
             _advice(verdict.why),
         )
+        if not verdict.is_linear:
+            _log.warning(
+                "The gradient of %s is not linear: that of a loss is not the sum of those of its rows. Each replica "
+                "takes the gradient of its own rows' loss, so training differs from one device's. Let it see the "
+                "gradient of all rows: train in a `train_step` that works on gradients.",
+                named[0].lower() + named[1:],
+            )
 
 
 def as_they_are():

@@ -90,7 +90,7 @@ class Trial:
         self._makes = False
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
-        self._has_told = False
+        self._has_told = self._one_is_enough = False
         self._calls = 1  # of the code, one after another in each run
 
     def run(self) -> Tried:
@@ -116,7 +116,7 @@ class Trial:
     def _differing(self) -> str | None:
         try:
             passing = comparison.NoNumbers, CannotTry, OneCopy, *self._passing()
-            found = draws.judged(self._batches(), self._judged, is_last=bool, passing=passing)
+            found = draws.judged(self._batches(), self._judged, is_last=self._is_last, passing=passing)
         except comparison.NoNumbers as error:
             refused = CannotTry(str(error))
             refused.is_of_outputs = True
@@ -129,6 +129,10 @@ class Trial:
         if found.verdict is None:
             raise CannotTry(found.why or "its data cannot be drawn")
         return found.verdict or None
+
+    def _is_last(self, verdict: str) -> bool:
+        """Whether a verdict ends the trial: one that something differs, or any where one draw is enough."""
+        return bool(verdict) or self._one_is_enough
 
     def _told(self) -> bool:
         """Whether the last batch ran, with finite numbers."""
@@ -191,6 +195,15 @@ class Trial:
         """What replicas may make of their gradients."""
         return [[_total(values) for values in zip(*parts, strict=True)]]
 
+    def _shares(self, parts: list[Recorder], *, is_plain: bool) -> list[float]:
+        """How much each part counts in an average of what replicas assign or log.
+
+        Args:
+            parts: of all rows.
+            is_plain: it is the average of a number that is returned, or of one of TensorFlow's own variables.
+        """
+        return [part.share for part in parts]
+
     def _log_together(self, values: list[np.ndarray], shares: list[float]) -> list[np.ndarray]:
         """What replicas may make of their values of a number in the logs."""
         return [sum(share * value for share, value in zip(shares, values, strict=True))]
@@ -212,7 +225,7 @@ class Trial:
                 return "the gradients"
         if not self._are_outputs(whole, parts, again, close):
             return "what it returns"
-        shares = [part.share for part in parts]
+        shares = self._shares(parts, is_plain=True)
         for at, value in enumerate(whole.logs):
             ways = self._log_together([part.logs[at] for part in parts], shares)
             if not any(_are_close([value], [each], [again.logs[at]], close) for each in ways):
@@ -221,7 +234,7 @@ class Trial:
             unchanged = dataclasses.replace(variable, after=variable.before)
             found = [part.assigned.get(key, unchanged).after for part in parts]
             noisy = again.assigned.get(key, unchanged).after
-            ways = _ways_together(variable, found, shares)
+            ways = _ways_together(variable, found, self._shares(parts, is_plain=variable.is_plain))
             ways = {way for way, value in ways.items() if _are_close([variable.after], [value], [noisy], close)}
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
@@ -257,35 +270,6 @@ def _check_one_copies(whole: Recorder, more: Recorder) -> None:
         first, second = whole.assigned[key], more.assigned.get(key)
         if second is None or not np.array_equal(first.after, second.after, equal_nan=first.after.dtype.kind == "f"):
             raise OneCopy(first.path)
-
-
-def given_rows(arguments: dict, spec: object, rows: int) -> object | None:
-    """The first rows of the arrays that `fit` or `evaluate` was called with, as the step gets them.
-
-    Args:
-        arguments: of the call, by name.
-        spec: of what the step gets.
-        rows: how many.
-
-    Returns:
-        Tensors in the structure of `spec`; None where the data are no arrays, too few, or not what the step gets.
-    """
-    data = [arguments.get(name) for name in ("x", "y", "sample_weight")]
-    leaves, specs = tf.nest.flatten([each for each in data if each is not None]), tf.nest.flatten(spec)
-    known = np.ndarray, tf.Tensor
-    if not leaves or len(leaves) != len(specs) or not all(isinstance(each, known) for each in leaves):
-        return None
-    pairs = list(zip(leaves, specs, strict=True))
-    if not all(isinstance(each, tf.TensorSpec) and _has_rows_for(leaf, each, rows) for leaf, each in pairs):
-        return None
-    return tf.nest.pack_sequence_as(spec, [tf.cast(leaf[:rows], each.dtype) for leaf, each in pairs])
-
-
-def _has_rows_for(array: np.ndarray | tf.Tensor, spec: tf.TensorSpec, rows: int) -> bool:
-    """Whether an array has so many rows, and the spec is one of its rows."""
-    if not array.ndim or len(array) < rows or spec.shape.rank != array.ndim or tf.as_dtype(array.dtype) == tf.string:
-        return False
-    return spec.shape[1:].is_compatible_with(array.shape[1:])
 
 
 def drawn_batches(specs: list, numbers: list[float], rows: int, has_told: Callable[[], bool]) -> Iterator[list]:

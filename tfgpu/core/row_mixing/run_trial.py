@@ -3,7 +3,8 @@
 Layers, losses and metrics within are tried by themselves, and get all rows where they need them. What the function does
 besides (a sum over rows that divides another, a gradient that it clips) is tried once, before its first call: on eight
 rows, of its own first arguments where they have numbers yet, all at once and in two parts. Where the parts do not add
-up to the whole a warning names it: a function as a whole cannot be given all rows.
+up to the whole a warning names it: a function as a whole cannot be given all rows. Before its first call on replicas
+that hold, or may hold, different numbers of rows, it is tried in two parts of different lengths, too.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-_ROWS, _PARTS = 8, ((0, 4), (4, 8))
+_ROWS, _PARTS, _UNEVEN = 8, ((0, 4), (4, 8)), ((0, 3), (3, 8))
 _LIBRARIES = ("tfgpu", "keras", "tensorflow")
 
 
@@ -39,12 +40,28 @@ def try_functions_of_run() -> None:
 
 
 def _observe(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> None:
-    if _is_new(strategy, fn, args, kwargs):
+    if not _is_tried(strategy, fn, args, kwargs):
+        return
+    known = vars(slots.of(strategy))
+    tried, even = known.setdefault("tried_functions", set()), known.setdefault("even_functions", {})
+    if _code(fn) not in tried:
         _judge(strategy, fn, args, kwargs)
+    if _code(fn) in even and not _are_even(strategy, args, kwargs):
+        _judge_uneven(strategy, fn, args, kwargs, even.pop(_code(fn)))
 
 
-def _is_new(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether this is the first call of a function of the user's, on rows, outside `fit` and from no replica."""
+def _are_even(strategy: tf.distribute.Strategy, args: tuple, kwargs: dict) -> bool:
+    """Whether it is known that all replicas of this process hold the same number of rows."""
+    held = [each for each in tf.nest.flatten((args, kwargs)) if isinstance(each, distribute.PerReplica)]
+    for rows in map(strategy.experimental_local_results, held):
+        counts = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else -1 for each in rows}
+        if len(counts) > 1 or None in counts:
+            return False
+    return True
+
+
+def _is_tried(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether this is a call of a function of the user's, on rows, outside `fit` and from no replica."""
     context = step_context.current()
     if context.is_trying or context.run is not None or replication.replica_context() is not None:
         return False
@@ -52,9 +69,7 @@ def _is_new(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs:
     if (getattr(body, "__module__", None) or "").split(".")[0] in _LIBRARIES or _code(fn) is None:
         return False
     has_rows = any(isinstance(each, distribute.PerReplica) for each in tf.nest.flatten((args, kwargs)))
-    if not has_rows or not replication.is_replicated(strategy) or strategy.num_replicas_in_sync == 1:
-        return False
-    return _code(fn) not in vars(slots.of(strategy)).setdefault("tried_functions", set())
+    return has_rows and replication.is_replicated(strategy) and strategy.num_replicas_in_sync > 1
 
 
 def _code(fn: Callable) -> object:
@@ -83,6 +98,8 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
             slots.of(strategy).changes_in_python = slots.get(strategy, "changes_in_python", {}) | kept
             is_eager = tf.executing_eagerly()
             replica_attributes.tell(name, tried_now, strategy, tried_now.shared, is_eager=is_eager)
+            if not differs:
+                slots.of(strategy).even_functions[_code(fn)] = name
             if tried_now.has_shares and not differs:
                 _tell_division(name, captures.names_of(fn, strategy.num_replicas_in_sync))
     except row_sums.Meets:
@@ -102,6 +119,28 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
     _tell(strategy, name, differs)
 
 
+def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict, name: str) -> None:
+    """Tries a function in uneven parts that gives in even ones what one device gives, and says so if it does not.
+
+    Raises:
+        InputError: `unproven="refuse"`, and it does not.
+    """
+    try:
+        differs = _RunTrial(strategy, fn, (args, kwargs), _UNEVEN).found().differs
+    except (CannotTry, row_sums.Meets):
+        return
+    if differs:
+        why = f"{differs} would differ where replicas hold different numbers of rows"
+        _note(strategy, name, verdicts.NOT_AS_ONE, why, verdicts.TRIED)
+        _say(
+            strategy,
+            f"{name} of `strategy.run` counts each replica alike, however many rows it holds: {differs} would differ "
+            "from one device's in a batch that replicas cannot divide evenly, as the last one of an epoch may be.",
+            "Divide sums over rows by the global number of rows (`tf.nn.compute_average_loss(..., "
+            "global_batch_size=...)`), return a Keras loss as it is, or batch with `drop_remainder=True`.",
+        )
+
+
 def _note(strategy: tf.distribute.Strategy, name: str, becomes: str, why: str, source: str) -> None:
     verdicts.note(verdicts.Piece(f"function {name[1:-1]}", becomes, why, source), strategy)
 
@@ -115,6 +154,10 @@ def _tell(strategy: tf.distribute.Strategy, name: str, differs: str) -> None:
         "Use `tfgpu.gather(x)` where it needs all rows, move that code into your own loss, metric or layer, or train "
         "with `fit`."
     )
+    _say(strategy, said, advice)
+
+
+def _say(strategy: tf.distribute.Strategy, said: str, advice: str) -> None:
     if slots.get(strategy, "unproven") == "refuse":
         raise InputError(f"{said} The strategy's `unproven` is 'refuse'. {advice}")
     _log.warning("%s %s If this is intended, mark the function with `@tfgpu.by_rows`.", said, advice)
@@ -144,9 +187,11 @@ class _RunTrial(Trial):
 
     log = "what it returns"
 
-    def __init__(self, strategy: tf.distribute.Strategy, fn: Callable, arguments: tuple):
+    def __init__(self, strategy: tf.distribute.Strategy, fn: Callable, arguments: tuple, parts: tuple = _PARTS):
         function = getattr(fn, "python_function", fn)
         super().__init__(function)
+        self._each_part = parts
+        self._has_again = self._one_is_enough = parts != _PARTS  # the trial in even parts has seen the rest
         self._strategy, self._function, self._structure = strategy, function, arguments
         leaves = tf.nest.flatten(arguments)
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, distribute.PerReplica)]
@@ -162,7 +207,14 @@ class _RunTrial(Trial):
         """
         others = [None if at in self._at else leaf for at, leaf in enumerate(self._leaves)]
         arguments = tf.nest.pack_sequence_as(self._structure, others)
-        things = self._function, self._strategy, self._specs(), self._own_rows(), code_digest.rows_of(arguments)
+        things = (
+            self._function,
+            self._each_part,
+            self._strategy,
+            self._specs(),
+            self._own_rows(),
+            code_digest.rows_of(arguments),
+        )
         return store.found("function", things, self.run, dataclasses.asdict, Tried, weights=True)
 
     def _passing(self) -> tuple[type[Exception], ...]:
@@ -190,7 +242,11 @@ class _RunTrial(Trial):
         return [each[:_ROWS] if each.shape.rank else each for each in whole]
 
     def _parts(self) -> tuple[tuple[int, int], ...]:
-        return _PARTS
+        return self._each_part
+
+    def _shares(self, parts: list[Recorder], *, is_plain: bool) -> list[float]:
+        """Replicas of a loop by hand count alike in TensorFlow's averages."""
+        return [1 / len(parts)] * len(parts) if is_plain else super()._shares(parts, is_plain=is_plain)
 
     def _recorded(self, batch: list, start: int, stop: int, *, seed: int = 0) -> Recorder:
         rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
@@ -198,9 +254,9 @@ class _RunTrial(Trial):
         for at, value in zip(self._at, rows, strict=True):
             leaves[at] = value
         args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
-        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, _PARTS)
+        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, self._each_part)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
-        count = 1 if stop - start == _ROWS else len(_PARTS)
+        count = 1 if stop - start == _ROWS else len(self._each_part)
         with (
             self._sandbox.around(found, seed) as scope,
             step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers), given_rows=None),

@@ -28,6 +28,7 @@ class Assigned:
         aggregation: of what replicas assign to it, in Keras's words.
         before, after: its values.
         owner: what it belongs to, of a variable that the step has made itself.
+        is_plain: it is one of TensorFlow's own.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Assigned:
     before: np.ndarray
     after: np.ndarray
     owner: object = None
+    is_plain: bool = False
 
 
 @dataclass
@@ -294,7 +296,7 @@ class Apart(StatelessScope):
             before, after = _array(value), _array(variables.local_value(each))
             if not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
                 aggregation = each.aggregation.name.lower()
-                found[keys.get(id(each), id(each))] = Assigned(each.name, aggregation, before, after)
+                found[keys.get(id(each), id(each))] = Assigned(each.name, aggregation, before, after, is_plain=True)
         return found
 
     def restore(self) -> None:

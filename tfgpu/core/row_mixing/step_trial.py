@@ -27,7 +27,8 @@ from tfgpu.core.row_mixing import (
     shard_trial,
     verdicts,
 )
-from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches, given_rows
+from tfgpu.core.row_mixing.draws import given_rows
+from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import store

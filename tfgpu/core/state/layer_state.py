@@ -1,7 +1,8 @@
 """A layer's own state: what becomes of a variable that a layer assigns while replicas run a step.
 
 On one device such a variable is made of the whole batch; under replicas each one sees its own rows. The rule, within a
-step of `fit`, `evaluate` or `Trainer`, for `assign`, `assign_add` and `assign_sub` of a `keras.Variable`:
+step of `fit`, `evaluate` or `Trainer` and in a `strategy.run` by hand on rows of a batch, for `assign`, `assign_add`
+and `assign_sub` of a `keras.Variable`:
 
 =====================  =================================================================================================
 `aggregation`          every replica ends with
@@ -41,7 +42,7 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, replication, step_context
+from tfgpu.core import batch_rows, collectives, replication, step_context
 
 _sums = step_context.Slot("layer_state.sums")
 
@@ -99,7 +100,7 @@ def agreed(variable, value: tf.Tensor) -> tf.Tensor:
 
 def put(variable, value: tf.Tensor) -> None:
     """Assigns a value to which the rule has been applied: to this replica's copy, or to a stateless scope."""
-    if step_context.step() is None or in_stateless_scope():
+    if not _is_on_replica() or in_stateless_scope():
         with step_context.scope(keeps_own_state=True):
             variable.assign(value)
     else:
@@ -139,10 +140,19 @@ def assigning_alike():
 
 def _is_shared() -> bool:
     """Whether this assignment is one that replicas make together, and where they can meet."""
-    if step_context.step() is None or step_context.gradients_are_summed() or step_context.current().keeps_own_state:
+    if not _is_on_replica() or step_context.gradients_are_summed() or step_context.current().keeps_own_state:
         return False
     # A replica's thread begins in this graph; in the graph of a branch, a loop or a function, merge_call fails.
     return getattr(threading.current_thread(), "graph", None) is tf.compat.v1.get_default_graph()
+
+
+def _is_on_replica() -> bool:
+    """Whether this is a replica of several in a step, or in a `strategy.run` by hand on rows of a batch."""
+    if step_context.step() is not None:
+        return True
+    context = replication.replica_context()
+    is_given = step_context.current().given_rows is not None and not step_context.current().is_trying
+    return is_given and context is not None and context.num_replicas_in_sync > 1 and batch_rows.can_communicate()
 
 
 def move_own(variable) -> None:
@@ -185,7 +195,8 @@ def _has_average(variable) -> bool:
 
 def _average(value: tf.Tensor) -> tf.Tensor:
     """The replicas' average by rows; in float64, so that equal values come back as they were."""
-    local, total = step_context.rows().local, step_context.rows().total
+    rows = batch_rows.known_rows()
+    local, total = rows.local, rows.total
     part = tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(local, tf.float64))
     (part,) = collectives.all_reduce([part])
     return tf.cast(part / tf.cast(total, tf.float64), value.dtype)

@@ -1,10 +1,11 @@
 """Where Python holds what code may change: names of objects, containers, arrays, the states of random generators."""
 
 import collections
+import functools
 import pickle
 import random
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 import keras
@@ -25,6 +26,7 @@ OF_KERAS = (
 CONTAINERS = dict, list, set, collections.deque
 OWN_STATE = "_tfgpu"
 """See `compat.slots`."""
+_OF_TRACKING = "_self_unconditional_"  # what TensorFlow notes of the attributes of an object for checkpoints
 ABSENT = object()
 """The value of a name that there is not."""
 _VALUES = type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, tf.Tensor
@@ -69,6 +71,19 @@ class Content:
 
     def put_back(self) -> None:
         self.give(self._before)
+
+    @property
+    def kind(self) -> str:
+        """In words, where it has no name."""
+        return type(self._thing).__name__
+
+    def holding(self, wanted: Container[int], name: str) -> list[tuple[str, object, Callable[[object], None]]]:
+        """Where a dict, list or deque holds things, by `id`: a name, the thing, and what puts another there."""
+        base = base_of(self._thing, self._before)
+        keys = self._before if base in (dict, collections.OrderedDict) else range(len(self._before))
+        pairs = [] if base is set else [(key, self._before[key]) for key in keys]
+        put = functools.partial(base.__setitem__, self._thing) if pairs else None
+        return [(f"{name}[{key!r}]", each, functools.partial(put, key)) for key, each in pairs if id(each) in wanted]
 
     @property
     def is_container(self) -> bool:
@@ -122,6 +137,10 @@ class Cell:
         if self.value() is not self.before:
             self._set(self.before)
 
+    def holding(self, wanted: Container[int]) -> list[tuple[str, object, Callable[[object], None]]]:
+        """As `Content.holding`."""
+        return [(self.name, self.before, self._set)] if id(self.before) in wanted else []
+
     def is_changed(self) -> bool:
         return _is_other(self.before, self.value())
 
@@ -130,6 +149,28 @@ class Cell:
             del self._cell.cell_contents
         else:
             self._cell.cell_contents = value
+
+
+class SlotOf(Cell):
+    """What an object holds in a slot (`__slots__`).
+
+    Args:
+        thing: the object.
+        member: its class's descriptor of the slot.
+    """
+
+    def __init__(self, thing: object, member: types.MemberDescriptorType):
+        self.name, self._thing, self._member, self.key = member.__name__, thing, member, (id(thing), member.__name__)
+        self.before = self.value()
+
+    def value(self) -> object:
+        return getattr(self._thing, self.name, ABSENT)
+
+    def _set(self, value: object) -> None:
+        if value is ABSENT:
+            self._member.__delete__(self._thing)
+        else:
+            self._member.__set__(self._thing, value)
 
 
 class Names:
@@ -161,7 +202,14 @@ class Names:
 
     def before(self) -> list[tuple[str, object]]:
         """The names, and the values that they had, without those of Keras itself."""
+        if isinstance(self._owner, private.Tracker):
+            return []
         return [(name, value) for name, value in self._before.items() if self._is_of_user(name)]
+
+    def holding(self, wanted: Container[int]) -> list[tuple[str, object, Callable[[object], None]]]:
+        """As `Content.holding`."""
+        found = [(name, value) for name, value in self.before() if id(value) in wanted]
+        return [(name, value, functools.partial(self.set, name)) for name, value in found]
 
     def now(self, name: str) -> object:
         return self._values.get(name, ABSENT)
@@ -185,6 +233,8 @@ class Names:
 
     def _is_of_user(self, name: str) -> bool:
         """Whether it is no name of Keras's; in objects of Keras's own classes its private ones are not all known."""
+        if name.startswith(_OF_TRACKING):
+            return False
         if not self._is_of_keras:
             return not name.startswith("__")
         return name not in self._known and not (name.startswith("_") and self._is_of_library)
@@ -213,15 +263,30 @@ class Names:
 
 def generator(thing: Any) -> Content | None:
     """The state of a generator of random numbers; None of anything else."""
+    if isinstance(thing, random.SystemRandom):
+        return None  # has no state
     if isinstance(thing, random.Random):
         return Content(thing, lambda it: it.getstate(), lambda it, state: it.setstate(state))
     if isinstance(thing, np.random.RandomState):
         return Content(thing, lambda it: it.get_state(), lambda it, state: it.set_state(state))
     if isinstance(thing, np.random.Generator):
         return Content(thing.bit_generator, lambda it: it.state, lambda it, state: setattr(it, "state", state))
+    if isinstance(thing, np.random.BitGenerator):
+        return Content(thing, lambda it: it.state, lambda it, state: setattr(it, "state", state))
     if isinstance(thing, tf.random.Generator):
         return Content(thing, lambda it: tf.identity(it.state), lambda it, state: it.reset(state), lambda a, b: True)
     return None
+
+
+def items_of(value: Any) -> list[tuple[str, object]]:
+    """What a container or a tuple holds, each with what is written behind the container's name to get it."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", each) for key, each in dict.items(value)]
+    if isinstance(value, set):
+        return [("{...}", each) for each in set.__iter__(value)]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [(f"[{at}]", each) for at, each in enumerate(value)]
+    return []
 
 
 def _is_other(before: object, value: object) -> bool:

@@ -6,7 +6,10 @@ and puts it back as it was. Keras's trackers are objects with containers, as any
 looked into. Names that code makes up as it runs (`globals()[name]`) are not found.
 """
 
+import collections.abc
+import contextlib
 import functools
+import io
 import random
 import sys
 import types
@@ -18,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core.state import python_places
-from tfgpu.core.state.python_places import ABSENT, CONTAINERS, OF_KERAS, Cell, Content, Names, Place
+from tfgpu.core.state import held_iterators, python_places
+from tfgpu.core.state.python_places import CONTAINERS, OF_KERAS, Cell, Content, Names, Place, SlotOf
 
 _MOST = 300_000  # things
 _MOST_BYTES = 1 << 24  # of arrays, whose content may be changed
@@ -59,13 +62,16 @@ class Kept:
 
     def __init__(self, things: Iterable[object], layers: Iterable[object] | None = None):
         self.variables: list[tf.Variable] = []
+        self._of_data: list[tf.data.Iterator] = []
+        self._iterators: dict[int, object] = {}  # of Python, whose elements cannot be given back
         self._layers = None if layers is None else frozenset(map(id, layers))
         self._named: dict[int, Names] = {}
         self._contents: dict[int, Content] = {
             id(random): Content(random, lambda it: it.getstate(), lambda it, state: it.setstate(state)),
             id(np.random): Content(np.random, lambda it: it.get_state(), lambda it, state: it.set_state(state)),
         }
-        self._cells: dict[int, Cell] = {}
+        self._cells: dict[object, Cell] = {}
+        self._given: list[tuple[str, object]] = []  # what functions have as defaults, or as a partial's arguments
         self._put_back: list[Callable[[], None]] = []
         self._left, self._seen, self._bytes = list(things), {}, 0
         while self._left and len(self._seen) < _MOST:
@@ -82,6 +88,22 @@ class Kept:
             content.put_back()
         for put_back in self._put_back:
             put_back()
+
+    @contextlib.contextmanager
+    def without_iterators(self) -> Iterator[None]:
+        """Inside the block, who takes an element from one of tf.data's or Python's iterators is refused.
+
+        Raises:
+            TakesElements: by who takes one.
+        """
+        found, wanted = [], self._iterators
+        if wanted:
+            found = [held for place in (*self._named.values(), *self._cells.values()) for held in place.holding(wanted)]
+            names = {id(content): name for name, content in self._named_contents()}
+            for content in filter(lambda each: each.is_container, self._contents.values()):
+                found += content.holding(wanted, names.get(id(content), content.kind))
+        with held_iterators.refused(self._of_data, found):
+            yield
 
     def put_back_counts(self) -> None:
         """Puts numbers, arrays and the states of generators back, and leaves what was made."""
@@ -121,16 +143,36 @@ class Kept:
 
     def _named_contents(self) -> "Iterator[tuple[str, Content]]":
         yield from zip(GLOBAL_DRAWS, (self._contents[id(random)], self._contents[id(np.random)]), strict=True)
+        seen = {id(random), id(np.random)}
         named = [pair for names in self._named.values() for pair in names.before()]
-        for name, value in [*named, *((cell.name, cell.before) for cell in self._cells.values())]:
-            if id(value) in self._contents and value is not random and value is not np.random:
-                yield name, self._contents[id(value)]
+        for name, value in [*named, *((cell.name, cell.before) for cell in self._cells.values()), *self._given]:
+            yield from self._contents_in(name, value, seen)
+        for key, content in self._contents.items():
+            if content.is_generator and key not in seen:
+                yield content.kind, content
+
+    def _contents_in(self, name: str, value: object, seen: set[int]) -> "Iterator[tuple[str, Content]]":
+        """The content of a named value, and of what is in it, however deep: as `rngs[0]`, `state['noise']`."""
+        content = self._contents.get(id(value))
+        if id(value) in seen or (content is None and not isinstance(value, tuple)):
+            return
+        seen.add(id(value))
+        if content is not None:
+            yield name, content
+        for key, each in python_places.items_of(value):
+            if id(each) in self._contents or isinstance(each, tuple):
+                yield from self._contents_in(f"{name}{key}", each, seen)
 
     def _look_at(self, thing: Any) -> None:
         if isinstance(thing, tf.Variable):
             self.variables.append(thing)
+        elif isinstance(thing, tf.data.Iterator):
+            self._of_data.append(thing)
         elif isinstance(thing, _OPAQUE):
             return
+        elif isinstance(thing, collections.abc.Iterator) and _is_of_library(type(thing)):
+            if not isinstance(thing, io.IOBase):
+                self._iterators[id(thing)] = thing
         elif isinstance(thing, np.ndarray):
             self._bytes += thing.nbytes
             if self._bytes <= _MOST_BYTES and thing.flags.writeable and thing.dtype != object:
@@ -148,6 +190,8 @@ class Kept:
             self._left += thing
         elif (parts := _parts_of_wrapper(thing)) is not None:
             self._left += parts
+            if isinstance(thing, functools.partial):
+                self._given += [*((f"args[{at}]", each) for at, each in enumerate(thing.args)), *thing.keywords.items()]
             if isinstance(thing, _CACHED) and not thing.cache_info().currsize:
                 self._put_back.append(thing.cache_clear)
         else:
@@ -186,12 +230,16 @@ class Kept:
     def _keep_slots(self, thing: object, cls: type) -> None:
         for member in vars(cls).values() if "__slots__" in vars(cls) else ():
             if isinstance(member, types.MemberDescriptorType):
-                value = getattr(thing, member.__name__, ABSENT)
-                self._left.append(value)
-                self._put_back.append(functools.partial(_put_slot_back, member, thing, value))
+                found = self._cells.setdefault((id(thing), member.__name__), SlotOf(thing, member))
+                self._left.append(found.before)
 
     def _look_at_function(self, function: types.FunctionType) -> None:
-        self._left += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        defaults, code = function.__defaults__ or (), function.__code__
+        first = code.co_argcount - len(defaults)
+        names = code.co_varnames[first : code.co_argcount]
+        given = [*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+        self._left += [value for _, value in given]
+        self._given += given if not _is_library(function.__globals__.get("__name__")) else []
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             found = self._cells.setdefault(id(cell), Cell(name, cell))
             self._left.append(found.before)
@@ -241,10 +289,3 @@ def _parts_of_wrapper(thing: Any) -> list | None:
         return [thing.__wrapped__]
     is_proxy = type(thing).__module__.split(".")[0] in ("tensorflow", "wrapt")  # as of the dicts of a `tf.Module`
     return [thing.__wrapped__] if is_proxy and hasattr(thing, "__wrapped__") else None
-
-
-def _put_slot_back(member: types.MemberDescriptorType, thing: object, value: object) -> None:
-    if value is not ABSENT:
-        member.__set__(thing, value)
-    elif hasattr(thing, member.__name__):
-        member.__delete__(thing)

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import optimizers, variables
+from tfgpu.core import replication
 from tfgpu.core.state.sharded_variable import shard_of
 from tfgpu.errors import InputError
 
@@ -23,12 +24,19 @@ def take_over(model: keras.Model, strategy: tf.distribute.Strategy, given: Itera
 
     Args:
         model: its attributes, and lists and dictionaries in them, are looked through.
-        strategy: of replicas, in whose scope the model was made.
+        strategy: of replicas or of one device, in whose scope the model was made; else nothing is done.
         given: more metrics and optimizers, such as the arguments of `compile`.
 
     Raises:
         InputError: an optimizer outside the scope has trained already.
     """
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        for each in _held([*vars(model).values(), *given]):
+            if isinstance(each, keras.Optimizer):
+                optimizers.set_strategy(each, strategy)  # its variables may stay where they are
+        return
+    if not replication.is_replicated(strategy):
+        return
     for each in _held([*vars(model).values(), *model.metrics, *given]):
         if isinstance(each, keras.Optimizer):
             _take_optimizer(each, model, strategy)
