@@ -11,7 +11,7 @@ EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix versions bench gpu-first bench-gpu clean
+.PHONY: help install train test test-all coverage lint audit docs docs-check gallery doctor digits matrix versions bench gpu-first bench-gpu clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -50,6 +50,9 @@ docs: $(STAMP)  ## Make the site in build/site; warnings are errors (runs the no
 
 docs-check: $(STAMP)  ## Make the site, with notebooks that have not run as they stand
 	TFGPU_DOCS_WITHOUT_OUTPUT=1 NO_MKDOCS_2_WARNING=1 CUDA_VISIBLE_DEVICES= $(BIN)/mkdocs build --strict --quiet
+
+gallery: $(STAMP)  ## Make the screenshots of docs/start/gallery.md (needs Chromium)
+	$(BIN)/python docs/site/gallery.py
 
 doctor: $(STAMP)  ## Look for what is missing on this machine
 	$(BIN)/tfgpu doctor

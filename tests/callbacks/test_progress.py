@@ -80,6 +80,25 @@ def test_an_unknown_number_of_steps_is_known_from_the_second_epoch():
     assert "/7" in screen.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    "terminal, width, shown",
+    [
+        (True, 120, "epoch 1/1  accuracy 50.0%  loss 1.0000  host 1.00 GiB  lr 1.0e-03"),
+        (True, 60, "epoch 1/1  accuracy 50.0%  loss 1.0000  lr 1.0e-03  "),
+        (True, 50, "epoch 1/1  accuracy 50.0%  loss 1.0000  0.0 s"),
+        (False, 50, "epoch 1/1  accuracy 50.0%  loss 1.0000  host 1.00 GiB  lr 1.0e-03"),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_numbers(terminal, width, shown):
+    screen = console(terminal)
+    screen.width, screen.soft_wrap = width, True
+    progress = Progress(console=screen)
+    progress.set_params({"epochs": 1, "steps": 1})
+    progress.on_epoch_begin(0)
+    progress.on_epoch_end(0, {"accuracy": 0.5, "loss": 1.0, "host_peak_bytes": 2.0**30, "learning_rate": 1e-3})
+    assert shown in re.sub(r"\d\.\d s$", "0.0 s", screen.file.getvalue().rstrip(), count=1)
+
+
 def test_line():
     logs = {
         "loss": 0.08121,

@@ -69,7 +69,7 @@ def test_a_killed_fit_whose_clock_jumps_resumes_with_equal_results(tmp_path, gro
 @pytest.mark.parametrize("days", [-1, 1])
 def test_two_workers_whose_clock_jumps_end_equal(days, tmp_path, launched, whole, same_bytes, clock):
     variables, put = clock
-    cut = launched(tmp_path / "cut", "slow", "--heartbeat-timeout", "6", "--max-restarts", "1", environ=variables)
+    cut = launched(tmp_path / "cut", "slow", "--heartbeat-timeout", "60", "--max-restarts", "1", environ=variables)
     workers = [cut.event("middle", rank=rank)[1] for rank in range(2)]
     assert all("clock.so" in Path(f"/proc/{pid}/maps").read_text() for pid in [cut.process.pid, *workers])
     put(days * DAY_S)

@@ -17,8 +17,9 @@ _HIDDEN = ("epoch_time_s",)
 class Progress(keras.callbacks.Callback):
     """Shows a progress bar, as `fit(verbose=1)`, but updates it once per block of steps instead of every batch.
 
-    The bar shows metrics and remaining time; each finished epoch prints one line. Without a terminal (a log file, a
-    scheduler) it prints only the line per epoch.
+    The bar shows metrics and remaining time; each finished epoch prints one line. On a narrow terminal this line leaves
+    out the peak memory, then the learning rate. Without a terminal (a log file, a scheduler) only the line per epoch is
+    printed, whole.
 
     Args:
         console: where to write; None writes to standard output.
@@ -75,7 +76,8 @@ class Progress(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps = self._done or self._steps
         seconds = time.perf_counter() - self._begun
-        self._console.print(f"{self._name(epoch)}  {line(logs)}  {seconds:.1f} s", markup=False)
+        wide = self._console.width if self._console.is_terminal else None
+        self._console.print(_row(self._name(epoch), logs or {}, f"{seconds:.1f} s", wide), markup=False)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.close()
@@ -89,6 +91,16 @@ class Progress(keras.callbacks.Callback):
     def _name(self, epoch: int) -> str:
         last = self.params.get("epochs") or epoch + 1
         return f"epoch {epoch + 1:>{len(str(last))}}/{last}"
+
+
+def _row(name: str, logs: dict[str, Any], seconds: str, wide: int | None) -> str:
+    """The line of an epoch, on a terminal of so many columns; None: as long as it needs to be."""
+    for is_left_out in (lambda key: False, is_peak, lambda key: is_peak(key) or key == "learning_rate"):
+        shown = line({key: value for key, value in logs.items() if not is_left_out(key)})
+        row = f"{name}  {shown}  {seconds}"
+        if wide is None or len(row) <= wide:
+            return row
+    return row
 
 
 def line(logs: dict[str, Any] | None) -> str:

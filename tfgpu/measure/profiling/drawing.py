@@ -26,7 +26,7 @@ COLORS = {
     "between": "#bbbbbb",
 }
 """The colors of Okabe and Ito, which color-blind readers can distinguish; each part also has its row or number."""
-_WORDS = {
+WORDS = {
     "compute": "operations compute",
     "communication": "collectives alone",
     "copy in": "copies to the device",
@@ -54,7 +54,7 @@ def timeline(report: "Report") -> Figure:
     for row, name in enumerate(rows):
         bars = [((start - begin) / scale, (stop - start) / scale) for start, stop in _joined(parts[name], least)]
         axis.broken_barh(bars, (row - 0.4, 0.8), color=COLORS[name])
-    axis.set_yticks(range(len(rows)), [_WORDS[name] for name in rows])
+    axis.set_yticks(range(len(rows)), [WORDS[name] for name in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, max(1, end - begin) / scale)
     axis.set_xlabel(f"time, {unit}")
@@ -91,7 +91,7 @@ def shares(report: "Report") -> Figure:
         axis.barh(0, share, 0.8, left, color=COLORS[name], edgecolor="white")
         if share >= 0.04:
             axis.text(left + share / 2, 0, f"{share:.0%}", ha="center", va="center", fontsize=10)
-        looks.append(Patch(color=COLORS[name], label=f"{_WORDS[name]} {share:.0%}"))
+        looks.append(Patch(color=COLORS[name], label=f"{WORDS[name]} {share:.0%}"))
         left += share
     axis.set_xlim(0, max(left, 1e-9))
     axis.set_axis_off()

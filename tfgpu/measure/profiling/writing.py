@@ -6,6 +6,7 @@ from pathlib import Path
 from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.measure.profiling import drawing
+from tfgpu.measure.profiling.drawing import WORDS
 from tfgpu.measure.profiling.reading import PARTS
 from tfgpu.measure.profiling.verdict import Report
 
@@ -33,7 +34,8 @@ def write(report: Report, folder: Path) -> None:
 
 def text(report: Report) -> str:
     """Formats the report as text: the verdict, the shares, each finding with its advice, what is unknown."""
-    shares = ", ".join(f"{name} {report.shares[name]:.0%}" for name in PARTS if report.shares[name] >= 0.005)
+    seen = [name for name in PARTS if report.shares[name] >= 0.005]
+    shares = ", ".join(f"{report.shares[name]:.0%} {WORDS[name]}" for name in seen)
     lines = [f"Verdict: {report.verdict}.", f"Where the time went: {shares or 'nothing was recorded'}."]
     if report.step_s is not None:
         rows = f", batches of {report.batch}" if report.batch else ""
@@ -50,7 +52,7 @@ def text(report: Report) -> str:
     lines += ["", "The longest operations:"]
     lines += [f"  {one.share:4.0%}  {one.runs:6,} x {one.kind}  {one.name}" for one in report.top[:5]] or ["  none"]
     lines += ["The longest times in which nothing computed:"]
-    lines += [f"  {1e3 * gap.seconds:.3g} ms: {gap.during}" for gap in report.gaps[:3]] or ["  none"]
+    lines += [f"  {1e3 * gap.seconds:.3g} ms: {WORDS[gap.during]}" for gap in report.gaps[:3]] or ["  none"]
     if report.unknown:
         lines += ["", *report.unknown]
     return "\n".join(lines)
