@@ -482,6 +482,20 @@ def test_a_layer_that_mixes_rows_in_a_loop_is_refused():
 
 
 @pytest.mark.slow
+class Likeness(layers.Layer):
+    """A softmax over the cosines of rows, at a low temperature: of rows that differ, each is like itself alone."""
+
+    def call(self, x):
+        unit = tf.math.l2_normalize(x, -1)
+        return x + tf.matmul(tf.nn.softmax(tf.matmul(unit, unit, transpose_b=True) / 0.03), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Contrast, Likeness], ids=lambda kind: kind.__name__)
+def test_rows_that_mix_only_if_they_are_small_or_alike(kind):
+    check(lambda: keras.Sequential([keras.Input((5,)), layers.Dense(256), kind(), layers.Dense(1)]), replicas=(2,))
+
+
 def test_operations_between_the_layers_of_a_functional_model():
     def make():
         inputs = keras.Input((5,))

@@ -14,6 +14,8 @@ UNKNOWN, SHORT = 8, 8
 """The length of an axis that is not known, and of a long one that is cut."""
 SMALL, LARGEST = 1 << 18, 1 << 24
 """Numbers of all rows up to which no axis is cut, and up to which there is a trial."""
+_SMALL_ROW, _CLOSE_ROW = 0.005, 0.02
+"""The size of a drawn row that is small, and the distance of one that is close to another; of the others both are 1."""
 NONES = (-1, -100, 255)
 """Labels that stand for "none"."""
 NOT_FINITE = "it gives no finite number for drawn ones"
@@ -83,12 +85,20 @@ def values(source: np.random.Generator, shape: tuple[int, ...], how: str, *, bel
     Args:
         source: of random numbers.
         shape: of the array.
-        how: "normal", "wide" (normal, twice as far from 0), "positive" (0.05 to 0.95) or "whole".
+        how: "normal", "wide" (normal, twice as far from 0), "positive" (0.05 to 0.95) or "whole". Of the first two, every
+            third row is small and the last is close to the first: where all were large and far apart, a softmax over
+            rows would give each row itself, as if it mixed nothing.
         below: whole numbers are below it.
     """
     if how == "whole":
         return source.integers(0, below, shape)
-    return source.uniform(0.05, 0.95, shape) if how == "positive" else (1 + (how == "wide")) * source.normal(size=shape)
+    if how == "positive":
+        return source.uniform(0.05, 0.95, shape)
+    found = (1 + (how == "wide")) * source.normal(size=shape)
+    if np.ndim(found) and len(found) > 3:
+        found[2::3] *= _SMALL_ROW
+        found[-1] = found[0] + _CLOSE_ROW * found[-1]
+    return found
 
 
 def with_special(source: np.random.Generator, drawn: np.ndarray, number: float, rate: float) -> np.ndarray:
