@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -119,8 +120,8 @@ def _run_all(cells: list[Cell], count: int, results: Results, folder: Path, time
     """Trains cells in as many processes, one after another, as crashes and hangs need."""
     left = list(cells)
     while left:
-        logs = folder / f"{left[0][0]} {left[0][1]} {count} {time.time():.0f}".replace(" ", "-")
-        logs.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        logs = Path(tempfile.mkdtemp(prefix=f"{left[0][0]} {left[0][1]} {count} ".replace(" ", "-"), dir=folder))
         done, began, why = _attend(_start(left, count, folder, logs), left, logs, results, timeout_s)
         stuck = began if began in left and began not in done else left[0] if not done else None
         if stuck is not None:

@@ -156,7 +156,7 @@ def check(make, data=X, *, replicas=(2, 4), close=3e-6, **how):
             np.testing.assert_allclose(b, a, atol=close, rtol=close)
         assert expected.keys() == found.keys()
         for name, values in expected.items():
-            assert found[name] == pytest.approx(values, abs=10 * close), (count, name)
+            assert found[name] == pytest.approx(values, rel=10 * close, abs=10 * close), (count, name)
     return model
 
 

@@ -75,7 +75,7 @@ def test_bad_use_is_an_error():
     optimizer = keras.optimizers.Adam()
     with pytest.raises(InputError, match="Give each of those"):
         with_state_dtype(keras.optimizers.LossScaleOptimizer(optimizer))
-    with pytest.raises(InputError, match="in int8 already"):
+    with pytest.raises(InputError, match="already keeps its state in int8"):
         with_state_dtype(with_state_dtype(optimizer))
     optimizer.build([keras.Variable([1.0])])
     with pytest.raises(InputError, match="already built"):

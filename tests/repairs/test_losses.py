@@ -201,7 +201,12 @@ def test_no_needless_collectives(monkeypatch):
     tfgpu.repair_keras()
     made = []
     stock = collectives.all_reduce
-    monkeypatch.setattr(collectives, "all_reduce", lambda values: made.append(len(values)) or stock(values))
+
+    def counted(values, **how):
+        made.append(len(values))
+        return stock(values, **how)
+
+    monkeypatch.setattr(collectives, "all_reduce", counted)
 
     class Copies(keras.layers.Layer):
         def build(self, shape):

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import tfgpu
@@ -79,3 +80,14 @@ def test_what_cannot_be_put_together_is_named():
     """A mark says that the model is by rows, and it is not."""
     with pytest.raises(InputError, match=r"Output \d of `predict`, of shape \(.*\), has no rows"):
         predicted(tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"]), lambda: tfgpu.by_rows(Spread((3, 1))), 16)
+
+
+def test_sparse_rows():
+    x = tf.sparse.from_dense(np.eye(6, dtype="float32")[np.arange(19) % 6])
+    answers = []
+    for strategy in (tfgpu.strategy("one_device", "CPU:0"), tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"])):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((6,), sparse=True), keras.layers.Dense(3)])
+        answers.append(model.predict(x, batch_size=8, verbose=0))
+    np.testing.assert_allclose(answers[1], answers[0], rtol=0, atol=1e-6)

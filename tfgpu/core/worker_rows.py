@@ -200,7 +200,7 @@ def rows_in(value) -> int | tf.Tensor:
     """Rows of a tensor: an int if known, else an int32 scalar."""
     if isinstance(value, tf.RaggedTensor):
         return tf.cast(value.nrows(), tf.int32)
-    if isinstance(value, tf.SparseTensor):
+    if isinstance(value, tf.SparseTensor) and value.shape[0] is None:
         return tf.cast(value.dense_shape[0], tf.int32)
     return tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
 

@@ -85,9 +85,9 @@ def values(source: np.random.Generator, shape: tuple[int, ...], how: str, *, bel
     Args:
         source: of random numbers.
         shape: of the array.
-        how: "normal", "wide" (normal, twice as far from 0), "positive" (0.05 to 0.95) or "whole". Of the first two, every
-            third row is small and the last is close to the first: where all were large and far apart, a softmax over
-            rows would give each row itself, as if it mixed nothing.
+        how: "normal", "wide" (normal, twice as far from 0), "positive" (0.05 to 0.95) or "whole". With the first two,
+            every third row is small, and the last one is close to the first: if all were large and far apart, a softmax
+            over rows would return each row itself, as if it mixed nothing.
         below: whole numbers are below it.
     """
     if how == "whole":
