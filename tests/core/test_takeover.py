@@ -174,3 +174,23 @@ def test_one_device_trains_with_what_is_compiled_outside(kind):
     assert logs == expected
     for mine, other in zip(weights, others, strict=True):
         np.testing.assert_array_equal(mine, other)
+
+
+class Lookahead(keras.optimizers.SGD):
+    """Its slow weights begin where the weights do, by an assignment in `build`."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slow = [self.add_variable_from_reference(each, "slow") for each in variables]
+        for slow, each in zip(self.slow, variables, strict=True):
+            slow.assign(each)
+
+
+@pytest.mark.parametrize(("optimizer", "is_named"), [(Lookahead, True), (keras.optimizers.SGD, False)])
+def test_an_optimizer_that_assigns_in_build_is_named(optimizer, is_named, caplog):
+    with tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer(0.1), "mse")
+    with caplog.at_level("WARNING", logger="tfgpu"):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert ("assigns to variables in `build`" in caplog.text) is is_named

@@ -5,6 +5,7 @@ https://github.com/keras-team/keras/issues/20861.
 """
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator
 
@@ -75,6 +76,7 @@ def build_from_spec() -> None:
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
         if training.strategy_of(self) is not None and _is_built(self):
             return None
+        _name_assignments_of_build(self)
         if iterator is not None and training.strategy_of(self) is not None:
             data_batch = _batch_of(iterator)
         try:
@@ -124,6 +126,26 @@ def _optimizer_built_by_step(model) -> Iterator[None]:
         return
     with training.without_optimizer(model):
         yield
+
+
+def _name_assignments_of_build(model) -> None:
+    """Warns of an optimizer whose `build` assigns: without a strategy Keras traces that into each training step."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or optimizer.built or model.run_eagerly or training.strategy_of(model) is None:
+        return
+    own = [
+        each for each in type(optimizer).__mro__ if each.__module__.split(".")[0] not in ("builtins", "keras", "tfgpu")
+    ]
+    builds = [inspect.unwrap(vars(each)["build"]) for each in own if "build" in vars(each)]
+    used = {name for each in builds if inspect.isfunction(each) for name in each.__code__.co_names}
+    if used & {"assign", "assign_add", "assign_sub"}:
+        _log.warning(
+            "The optimizer %r (%s) assigns to variables in `build`. Under a strategy this happens once. Without one, "
+            "Keras traces `build` into the training step and repeats the assignment in every step, so one device "
+            "learns something else. Pass an initializer to `add_variable` instead.",
+            optimizer.name,
+            type(optimizer).__name__,
+        )
 
 
 def build_now(model, iterator) -> None:
