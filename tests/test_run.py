@@ -253,6 +253,18 @@ def here(tmp_path, monkeypatch):
 LONG = "def fit():\n    raise KeyboardInterrupt\n\nfit()\n"
 
 
+def test_an_error_that_ctrl_c_causes_is_its_one_line(here, capsys):
+    """As of a call of TensorFlow, which makes a RuntimeError of it."""
+    (here / "long.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    1 / 0\n"
+    )
+    assert main(["long.py"]) == 130
+    assert capsys.readouterr().err == "Interrupted at long.py, line 5: 1 / 0\n"
+    (here / "long.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        main(["long.py"])
+
+
 def test_ctrl_c_is_one_line_that_names_the_place(here, capsys):
     (here / "long.py").write_text(LONG)
     assert main(["long.py"]) == 130

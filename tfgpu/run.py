@@ -3,11 +3,15 @@
 In a cluster the processes meet first (`tfgpu.rendezvous`). Where TFGPU_HEARTBEAT is set, it sends a heartbeat.
 """
 
+import contextlib
 import os
 import runpy
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tfgpu import quiet, rendezvous
@@ -17,6 +21,8 @@ from tfgpu.launch import heartbeat
 from tfgpu.rendezvous import lost
 
 OPTION = "--startup-timeout"
+_CAUSED_S = 60.0
+"""Seconds after Ctrl-C in which it counts as the cause of an error."""
 
 
 def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s: float | None = None) -> None:
@@ -57,7 +63,8 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        with _ending_by_ctrl_c():
+            runpy.run_path(str(path), run_name="__main__")
     except Exception as error:
         lost.note(error, cluster)
         from tfgpu.core.workers import watch
@@ -93,6 +100,35 @@ def main(words: Sequence[str]) -> int:
         print(interrupted(interrupt, words[0]), file=sys.stderr)
         return 130
     return 0
+
+
+@contextlib.contextmanager
+def _ending_by_ctrl_c() -> Iterator[None]:
+    """Raises KeyboardInterrupt in place of an error that Ctrl-C caused.
+
+    Within a call of TensorFlow, a KeyboardInterrupt becomes another error. Workers that are interrupted together also
+    see each other leave.
+    """
+    came_at: list[float] = []
+
+    def note(number: int, frame: object) -> None:
+        came_at.append(time.monotonic())
+        signal.default_int_handler(number, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if not came_at or time.monotonic() - came_at[-1] > _CAUSED_S:
+            raise
+        raise KeyboardInterrupt().with_traceback(error.__traceback__) from None
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupted(interrupt: KeyboardInterrupt, script: str | Path) -> str:

@@ -175,7 +175,8 @@ def test_ctrl_c_leaves_one_line_of_each_worker(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130 and sorted(began) == ["worker 0| began\n", "worker 1| began\n"]
-    lines = [line for line in err.splitlines() if not line.startswith("launch  |")]
-    assert [line.partition(", line")[0] for line in sorted(lines)] == [
+    lines = [line.partition(", line")[0] for line in err.splitlines()]
+    assert sorted(line for line in lines if "Interrupted at" in line) == [
         f"worker {at}| Interrupted at train.py" for at in range(2)
     ]
+    assert "Traceback" not in err and "Error:" not in err  # TensorFlow logs which collective it aborts
