@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.children import ROOT, _free_ports
+from benchmarks.children import ROOT, free_addresses
 
 WAYS = {
     "synchronous": {"kind": "multi_worker"},
@@ -73,7 +73,7 @@ def _carried() -> int:
 
 def together(way: str, workers: int, devices: int, seeds: int, epochs: int, timeout_s: float) -> list[dict]:
     """Runs one way in several processes; returns what the first one measured."""
-    addresses, running = [f"127.0.0.1:{port}" for port in _free_ports(workers)], []
+    addresses, running = free_addresses(workers), []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(workers):

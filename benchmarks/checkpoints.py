@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from benchmarks import children
 
 CASES = {
     "whole weights, 2 workers": (2, 0),
@@ -205,12 +206,7 @@ def measure_keras(width: int) -> None:
 
 def start(count: int, *command: str) -> list[subprocess.Popen]:
     """The processes of so many workers on this machine."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    for each in sockets:
-        each.close()
+    addresses = children.free_addresses(count)
     common = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
     common |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
     return [

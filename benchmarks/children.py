@@ -75,7 +75,7 @@ class Training:
         root: Path = ROOT,
     ):
         self._timeout_s, self._log, self._heard = timeout_s, log, {}
-        addresses = [f"127.0.0.1:{port}" for port in _free_ports(topology.processes)]
+        addresses = free_addresses(topology.processes)
         python = machine.peers_python if peer.own_python and machine.peers_python else Path(sys.executable)
         task = {"name": peer.name, "work_name": work, "topology_name": topology.name}
         task |= {"addresses": addresses, "began": time.time(), "tiny": tiny}
@@ -170,12 +170,10 @@ def _environment(
     return environment | peer.environment
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+def free_addresses(count: int) -> list[str]:
+    """Addresses of this machine at ports that nothing listens on."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]

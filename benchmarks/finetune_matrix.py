@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import children
 from tfgpu import atomic
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def name_of(cell: Cell) -> str:
 
 
 def shown(found: dict | None) -> str:
-    """A cell of the table: its difference, or why there is none."""
+    """The text of a table cell: the difference, or the reason why there is none."""
     if found is None:
         return "not run"
     if "refused" in found:
@@ -140,7 +140,7 @@ def _keep(cell: Cell, found: dict, results: Results) -> None:
 def _start(cells: list[Cell], count: int, folder: Path, logs: Path) -> list[subprocess.Popen]:
     """Starts a process for each worker, on CPUs."""
     job = json.dumps({"cells": cells, "folder": str(folder), "log": str(logs)})
-    addresses = [f"127.0.0.1:{port}" for port in _free_ports(count)]
+    addresses = children.free_addresses(count)
     processes = []
     for rank in range(count):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "TFGPU_CACHE": "off"}
@@ -153,14 +153,6 @@ def _start(cells: list[Cell], count: int, folder: Path, logs: Path) -> list[subp
                 subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
             )
     return processes
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _attend(

@@ -100,7 +100,7 @@ def test_all_meet_and_their_ports_are_free_at_once(addresses):
     assert not any(each["tf"] for each in found)
 
 
-# Goes before libc's: every clock that is told to people is ahead, those that measure are not.
+# Replaces libc's function: the wall clock is ahead, and the monotonic clocks are right.
 LATE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -404,7 +404,7 @@ class OwnFunction(Own):
 
 @pytest.mark.slow
 def test_a_train_function_that_is_written_whole_is_refused():
-    with pytest.raises(Exception, match="Write a `train_step` instead"):  # of AutoGraph, which tells ours
+    with pytest.raises(Exception, match="Override `train_step`"):  # of AutoGraph, which tells ours
         answer(OwnFunction, 2)
 
 

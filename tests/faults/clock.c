@@ -1,5 +1,5 @@
-/* Loaded into a process before its libraries (LD_PRELOAD): its clock of the day is off by the seconds that the file
-   CLOCK_SHIFT holds, eight bytes, at each moment; the clocks that nobody can set go on as they are. */
+/* Loaded before the libraries of a process (LD_PRELOAD). Its wall clock is off by the seconds in the file
+   CLOCK_SHIFT (eight bytes), which may change at any time. Monotonic clocks are not changed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

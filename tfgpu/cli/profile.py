@@ -66,7 +66,11 @@ def profile(options: Options) -> None:
     if options.allow_code and not is_recipe:
         raise InputError(f"--allow-code is for recipes. Received: {target!r}. Omit it.")
     if not is_script and (options.arguments or options.whole):
-        raise InputError(f"Arguments and --whole are for scripts. Received: {target!r}. Omit them.")
+        after = " ".join(options.arguments or ["--whole"])
+        raise InputError(
+            f"{target!r} is not a script, so it takes no arguments and no --whole. Received: {after}. Put the flags of "
+            "`tfgpu profile` before the target, and omit the rest."
+        )
     if not (is_script or is_recipe):
         _reject(window, "a script or a recipe, not with a recorded trace")
     recipe = recipe_of(str(path), {}, allow_code=options.allow_code) if is_recipe else None

@@ -102,13 +102,14 @@ def _wrap_run() -> None:
 
 
 def _check_is_not_of_fit(function: Callable, args: tuple, kwargs: dict) -> None:
-    """Refuses a `make_train_function` that is written whole: the batches that `fit` reads say whose rows they hold."""
+    """Refuses an own `make_train_function` that does not call Keras's: it cannot read the batches of `fit`."""
     is_of_fit = any(isinstance(each, batch_sharding.ReplicaBatch) for each in (*args, *kwargs.values()))
     if is_of_fit and (getattr(function, "__module__", None) or "").split(".")[0] not in ("keras", "tfgpu"):
         raise InputError(
-            "A `make_train_function` or `make_test_function` of your own runs `strategy.run` on the batches of `fit`. "
-            "Write a `train_step` instead, or call `super().make_train_function(force)` and wrap the "
-            "`self.train_function` that it makes."
+            "Your `make_train_function`, `make_test_function` or `make_predict_function` runs `strategy.run` on the "
+            "batches that `fit` reads. "
+            "Override `train_step` (`test_step`, `predict_step`) instead, or call "
+            "`super().make_train_function(force)` and wrap the `self.train_function` that it makes."
         )
 
 

@@ -40,7 +40,8 @@ class Session:
     """
 
     def __init__(self, folder: Path, *, skip: int, calls: int, seconds: float, ends: bool = False, nvtx: bool = False):
-        self.folder, self.is_on, self.report, self.batch = folder, False, None, None
+        self.folder = folder.absolute()  # the script may change the working directory before it ends
+        self.is_on, self.report, self.batch = False, None, None
         self._skip, self._calls, self._seconds, self._ends, self._nvtx = skip, calls, seconds, ends, nvtx
         self._counts, self._plain = Counter(), {}
         self._leader, self._done, self._began, self._over = "", 0, 0.0, False
@@ -151,7 +152,7 @@ def profile(
     """
     skip, calls = whole_number("skip", skip, minimum=0), whole_number("calls", calls, minimum=2)
     positive("seconds", seconds)
-    writing.check_folder(Path(folder))
+    writing.create_folder(Path(folder))
     if nvtx:
         commands.check_nvtx()
     session = Session(Path(folder), skip=skip, calls=calls, seconds=seconds, ends=ends, nvtx=nvtx)

@@ -89,8 +89,8 @@ def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
     Raises:
         InputError: there is no trace.
     """
-    writing.check_folder(Path(folder))
     report = verdict.judge(trace.read(path))
+    writing.create_folder(Path(folder))
     writing.write(report, Path(folder))
     return report
 

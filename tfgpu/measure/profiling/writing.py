@@ -13,20 +13,25 @@ from tfgpu.measure.profiling.verdict import Report
 FILES = ("verdict.txt", "verdict.json", "profile.html")
 
 
-def check_folder(folder: Path) -> None:
-    """Checks, before recording, that the folder exists or can be created.
+def create_folder(folder: Path) -> None:
+    """Creates the folder, before anything is recorded.
 
     Raises:
-        InputError: it, or one of its parents, is a file.
+        InputError: it, or one of its parents, is a file, or it cannot be created.
     """
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not nearest.is_dir():
         raise InputError(f"The output must be a folder. Received: {str(folder)!r}, but {nearest} is a file.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"Cannot write in {str(folder)!r}: {error.strerror}. Use an output in a writable directory."
+        ) from None
 
 
 def write(report: Report, folder: Path) -> None:
-    """Writes all files of a report to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes all files of a report to a folder that exists."""
     atomic.write_text(folder / "verdict.txt", text(report) + "\n")
     atomic.write_text(folder / "verdict.json", json.dumps(report.as_json(), indent=2) + "\n")
     atomic.write_text(folder / "profile.html", drawing.page(report, text(report)))
