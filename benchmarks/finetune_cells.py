@@ -5,6 +5,7 @@ leaves two lines there, in `RANK.jsonl`: when it begins and how it ended.
 """
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -53,6 +54,7 @@ def spread(family: str, kind: str, layout: str) -> tuple[keras.Model, keras.Mode
     stage can begin between two blocks. Other models are cut where they are made: between the backbone and the head.
     """
     keras.utils.clear_session()
+    gc.freeze()  # Keras collects garbage for each layer that it quantizes
     if layout in MESHES:
         model, data = made(family, kind)
         sizes, settings = MESHES[layout]

@@ -7,11 +7,13 @@ python -m benchmarks.finetune_matrix                                  # runs the
 python -m benchmarks.finetune_matrix --only "gemma; int4" --again     # runs these again; `--only` goes several times
 python -m benchmarks.finetune_matrix --lanes 0                        # runs none
 
-Results are kept in docs/measured/fine-tuning.json, so a run that was interrupted goes on. A process trains many cells;
-one that ends or stands still is the result of its cell, and another process goes on with the rest.
+Results are kept in docs/measured/fine-tuning.json, so a run that was interrupted goes on. Without `--only`, the
+pairs (of family, kind and layout) of which fewest cells have run come first. A process trains many cells; one that
+ends or stands still is the result of its cell, and another process goes on with the rest.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +42,8 @@ LIMITS = "../explained/limits.md#models-over-several-devices"
 REFUSALS = {"quantized": "it is quantized"}
 """Names of the refusals, each with words of its message; the page of limits says why."""
 BOUND = 1e-5
+ROUND = 24
+"""Cells that run in one process before those of two workers among them."""
 
 Cell = tuple[str, str, str]
 """Family, kind and layout."""
@@ -108,12 +113,17 @@ def reference(folder: Path, family: str, kind: str) -> Path:
 
 
 def run(cells: list[Cell], results: Results, folder: Path, timeout_s: float) -> None:
-    """Trains cells of one family and kind: all that run in one process, then that of two workers."""
-    family, kind, _ = cells[0]
-    alone = [] if reference(folder, family, kind).exists() else [(family, kind, "one")]
-    alone += [cell for cell in cells if cell[2] != "2 workers"]
-    _run_all(alone, 1, results, folder, timeout_s)
-    _run_all([cell for cell in cells if cell[2] == "2 workers"], 2, results, folder, timeout_s)
+    """Trains cells in rounds: of each, all that run in one process, then those of two workers."""
+    for begin in range(0, len(cells), ROUND):
+        these = cells[begin : begin + ROUND]
+        alone = []
+        for cell in these:
+            one = (*cell[:2], "one")
+            if one not in alone and not reference(folder, *cell[:2]).exists():
+                alone.append(one)
+            alone += [cell] if cell[2] != "2 workers" else []
+        _run_all(alone, 1, results, folder, timeout_s)
+        _run_all([cell for cell in these if cell[2] == "2 workers"], 2, results, folder, timeout_s)
 
 
 def _run_all(cells: list[Cell], count: int, results: Results, folder: Path, timeout_s: float) -> None:
@@ -207,6 +217,23 @@ def asked(only: list[str]) -> list[Cell]:
     return list(dict.fromkeys(found))
 
 
+def pairs(cell: Cell) -> set[tuple[str, str]]:
+    """Family and kind, family and layout, kind and layout."""
+    return set(itertools.combinations(cell, 2))
+
+
+def in_turn(cells: list[Cell], done: set[str]) -> list[Cell]:
+    """Cells in an order in which pairs that have run least come first; `done` names cells that have run."""
+    runs = Counter(pair for cell in table() if name_of(cell) in done for pair in pairs(cell))
+    left, found = list(cells), []
+    while left:
+        counts = {cell: [runs[pair] for pair in pairs(cell)] for cell in left}
+        found.append(min(left, key=lambda cell: (-counts[cell].count(0), sum(counts[cell]))))
+        left.remove(found[-1])
+        runs.update(pairs(found[-1]))
+    return found
+
+
 def main(
     only: Annotated[list[str], typer.Option(help="Beginnings of family, kind and layout, which `;` divides.")] = [],  # noqa: B006
     again: Annotated[bool, typer.Option(help="Also those that have a result.")] = False,
@@ -219,13 +246,14 @@ def main(
     results = Results(kept)
     results.read()
     todo = [cell for cell in asked(only) if again or name_of(cell) not in results.cells]
-    jobs: dict[tuple[str, str], list[Cell]] = {}
-    for cell in todo:
-        jobs.setdefault(cell[:2], []).append(cell)
+    if not only:
+        todo = in_turn(todo, set(results.cells))
     if lanes:
         folder.mkdir(parents=True, exist_ok=True)
+        models = list(dict.fromkeys(cell[:2] for cell in todo))  # a lane trains on one device what it compares
+        jobs = [[cell for cell in todo if models.index(cell[:2]) % lanes == lane] for lane in range(lanes)]
         with ThreadPoolExecutor(lanes) as pool:
-            list(pool.map(lambda cells: run(cells, results, folder, timeout), jobs.values()))
+            list(pool.map(lambda cells: run(cells, results, folder, timeout), jobs))
     print(markdown(results.cells))
 
 

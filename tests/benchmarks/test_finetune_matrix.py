@@ -33,6 +33,16 @@ def test_cells_are_named_by_the_beginnings_of_their_parts():
     assert chosen == [("vit", "int4 + LoRA", "tensor 2"), ("bert", "full", "pipeline 2")]
 
 
+def test_cells_of_pairs_that_have_not_run_come_first():
+    every = matrix.table()
+    found = matrix.in_turn(every, set())
+    assert sorted(found) == sorted(every)
+    wanted = {pair for cell in every for pair in matrix.pairs(cell)}
+    assert {pair for cell in found[: 8 * 6] for pair in matrix.pairs(cell)} == wanted
+    done = {matrix.name_of(cell) for cell in every if cell[0] != "vit"}
+    assert {cell[2] for cell in matrix.in_turn(every[::-1], done)[:6]} == set(matrix.LAYOUTS)
+
+
 @pytest.mark.parametrize(
     ("found", "text"),
     [
