@@ -42,9 +42,10 @@ ENGINES = {
 
 # They take ten seconds and more; `.ci/run` has them.
 SLOW = {
-    *("averaging.md", "data-stages.md", "does-not-fit.md", "export.md", "from-accelerate.md", "from-deepspeed.md"),
+    *("averaging.md", "data-stages.md", "data-workers.md", "does-not-fit.md", "export.md"),
+    *("from-accelerate.md", "from-deepspeed.md"),
     *("from-pytorch.md", "from-tf-distribute.md", "horovod.md", "incremental.md", "memory.md", "parallel.md"),
-    *("planner.md", "profiling.md", "recipes.md", "speed.md", "training-loops.md", "tuning.md"),
+    *("planner.md", "profiling.md", "recipes.md", "sharding.md", "speed.md", "training-loops.md", "tuning.md"),
 }
 
 

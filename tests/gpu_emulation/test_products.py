@@ -35,6 +35,6 @@ def products(row: Row) -> Counter:
 def test_replicas_run_the_products_of_one_device_and_no_others(row):
     alone = products(Row(row.model, "one", row.path, row.precision, row.rows))
     assert alone
-    if row.option == "zero-3":  # the forward pass runs again, as docs/guides/parallel.md says
+    if row.option == "zero-3":  # the forward pass runs again, as docs/guides/sharding.md says
         alone += products(Row(row.model, "one", "predict", row.precision))
     assert products(row) == Counter({kind: REPLICAS[row.strategy] * count for kind, count in alone.items()})

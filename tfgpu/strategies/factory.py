@@ -79,7 +79,8 @@ def strategy(
         on_difference: what to do if replicas differ: `"stop"` raises an error that names the replica and the variable;
             `"chief"` warns, and all continue from the chief's values.
         python_data: how several workers read a `PyDataset` or a generator. `"deal"`: one worker makes each batch and
-            sends the others their rows (`docs/guides/data.md`). `"everywhere"`: every worker makes whole batches.
+            sends the others their rows (`docs/guides/data-workers.md`). `"everywhere"`: every worker makes whole
+            batches.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
