@@ -188,7 +188,6 @@ def test_help_and_version_are_there(tmp_path):
         (["train", "--optimizer-option", "beta"], "--optimizer-option must be KEY=VALUE. Received: 'beta'."),
         (["train", "--model-option", "a=1", "--model-option", "a=2"], "gives 'a' twice"),
         (["train", "--cache", "dsk"], "Did you mean 'disk'?"),
-        (["train", "--balance", "oversampel"], "Did you mean 'oversample'?"),
         (["profile", "input", "--seconds", "0"], "`seconds` must be above 0"),
         (["profile", "input", "--cache", "dsk"], "Did you mean 'disk'?"),
         (["train", "none.yaml"], "Cannot read the config file 'none.yaml'"),

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -98,32 +97,6 @@ def test_all_meet_and_their_ports_are_free_at_once(addresses):
     found = answers(everyone({name: jobs[name] for name in ("chief", "worker", "ps")}))
     assert [each["kind"] for each in found] == ["met"] * 3, found
     assert not any(each["tf"] for each in found)
-
-
-# Replaces libc's function: the wall clock is ahead, and the monotonic clocks are right.
-LATE = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <time.h>
-int clock_gettime(clockid_t clock, struct timespec *now) {
-  int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-  int result = real(clock, now);
-  if (clock == CLOCK_REALTIME) now->tv_sec += atoi(getenv("AHEAD_S"));
-  return result;
-}
-"""
-
-
-@pytest.mark.processes
-def test_a_clock_that_is_wrong_is_told(addresses, compiled):
-    jobs = workers(addresses, 2)
-    ahead = {"AHEAD_S": "3600", "LD_PRELOAD": str(compiled("late.so", LATE) / "late.so")}
-    both = [start(jobs, ("worker", 0)), start(jobs, ("worker", 1), **ahead)]
-    said = [process.communicate(timeout=300) for process in both]
-    assert [json.loads(out)["kind"] for out, _ in said] == ["met"] * 2, said
-    told = re.search(r"The clock of worker 1 is (\d+)\.\d s ahead. Set the clocks: `sudo timedatectl", said[0][1])
-    assert told and abs(int(told[1]) - 3600) < 30, said
 
 
 @pytest.mark.processes

@@ -101,8 +101,8 @@ def test_only_stages_that_mix_need_other_rows():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"balance": "oversample", "label_smoothing": 0.1}, marks=pytest.mark.slow),
-        pytest.param({"augment": ALL, "balance": "weights"}, marks=pytest.mark.slow),
+        pytest.param({"label_smoothing": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"augment": ALL}, marks=pytest.mark.slow),
     ],
 )
 def test_examples_in_memory(options):
@@ -126,7 +126,7 @@ def test_examples_in_memory(options):
 )
 def test_images_that_are_decoded_on_demand(photos, stages, batch, topologies):
     options = {"global_batch": batch, "augment": stages, "seed": 4, "validation": 0, "test": 0, "cache": "none"}
-    data = load(str(photos), balance="weights", **options)
+    data = load(str(photos), **options)
     check(data.train, topologies, seek=lambda: data.seek(2))
 
 

@@ -163,7 +163,7 @@ def test_a_corrupt_picture_is_skipped_with_its_row(tmp_path):
 
 def test_a_table_of_classes_is_classification(tmp_path):
     table(tmp_path)
-    info = load(f"images:{tmp_path}/homes.csv#kind", global_batch=4, balance=None).info
+    info = load(f"images:{tmp_path}/homes.csv#kind", global_batch=4).info
     assert (info.labels, info.class_names, info.targets) == ("class", ("flat", "hut", "tower"), None)
 
 

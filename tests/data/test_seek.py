@@ -54,8 +54,7 @@ SOURCES = {
     "files": (lambda: Counted().examples(), {"augment": ["flip", "noise"]}),
     "mixup of files": (lambda: Counted().examples(), {"augment": ["mixup"]}),
     "named": (lambda: ({"a": X}, {"b": Y}), {}),
-    "mixture": (lambda: mixture([((X, Y), 1), ((-X, Y), 2)]), {"balance": None}),
-    "oversampled": (lambda: (X, Y // 2), {"balance": "oversample"}),
+    "mixture": (lambda: mixture([((X, Y), 1), ((-X, Y), 2)]), {}),
 }
 
 

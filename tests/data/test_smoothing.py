@@ -35,14 +35,6 @@ def test_mixed_labels_are_smoothed_after_the_mixing():
     np.testing.assert_allclose(smoothed[1], 0.6 * mixed[1].numpy() + 0.1, rtol=1e-6)
 
 
-def test_weights_by_class_do_not_see_the_smoothing():
-    y = np.array([0] * 30 + [1] * 10)
-    plain, smoothed = (
-        load((X, y), global_batch=8, balance="weights", label_smoothing=share).peek() for share in (0.0, 0.3)
-    )
-    np.testing.assert_array_equal(plain[2], smoothed[2])
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.0, True, "much"])
 def test_shares_out_of_range_are_refused(share):
     with pytest.raises(InputError, match="`label_smoothing` must be at least 0 and below 1"):

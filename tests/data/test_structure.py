@@ -97,13 +97,6 @@ def test_named_inputs_and_outputs_with_sample_weights_stay_together():
     tf.nest.map_structure(np.testing.assert_array_equal, rows_of(made(dataset, validation=0.2).train), again)
 
 
-def test_weights_of_examples_and_of_classes_multiply():
-    y = np.arange(30) % 5 // 4  # 24 of class 0, 6 of class 1
-    data = made((X, y, W), balance="weights", shuffle=False)
-    _, labels, found = rows_of(data.train)
-    np.testing.assert_allclose(found, W * np.where(labels == 0, 30 / 48, 30 / 12), rtol=1e-6)
-
-
 def test_each_worker_makes_its_rows():
     data = made((NAMED, TARGETS, W))
     whole = [*data.train.as_numpy_iterator()]
@@ -205,7 +198,6 @@ def test_numbers_and_names_mix_and_are_not_written_as_shards(tmp_path):
         ({"train": (NAMED, TARGETS), "test": (X, NUMBERS)}, {}, "same structure"),
         ({"train": (NAMED, TARGETS), "test": ({"left": X}, TARGETS)}, {}, "same structure"),
         ((NAMED, TARGETS), {"augment": ["flip"]}, "named inputs"),
-        ((X, NUMBERS), {"balance": "weights"}, "one class"),
         ((X, NUMBERS), {"label_smoothing": 0.1}, "one class"),
         (pictures(), {"augment": ["mixup"], "global_batch": 2}, "one class per example"),
         ((pictures()[0], {"bounding_boxes": X[:6]}), {"augment": ["flip"], "global_batch": 2}, "must be a dict of"),

@@ -1,6 +1,5 @@
 """What is rendered: against the published schemas, as real processes, and by hand."""
 
-import copy
 import json
 import os
 import subprocess
@@ -151,26 +150,11 @@ def through_tfjob(each: dict) -> dict:
     return client.sanitize_for_serialization(client.deserialize(Answer, "KubeflowOrgV1TFJob"))
 
 
-def through_trainer(each: dict) -> dict:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    model = getattr(models, f"TrainerV1alpha1{each['kind']}")
-    return model.from_dict(copy.deepcopy(each)).to_dict()
-
-
 def test_a_tfjob_survives_the_operators_classes():
     (each,) = [each for each in full("tfjob") if each["kind"] == "TFJob"]
     assert through_tfjob(each) == each
     each["spec"]["runPolicy"]["backOffLimit"] = 1
     assert through_tfjob(each) != each
-
-
-def test_a_trainjob_and_its_runtime_survive_the_trainers_classes():
-    found = [each for each in full("trainjob") if each["apiVersion"].startswith("trainer")]
-    assert [each["kind"] for each in found] == ["TrainingRuntime", "TrainJob"]
-    for each in found:
-        assert through_trainer(each) == each
-    found[0]["spec"]["template"]["spec"]["failurePolicy"]["maxRestart"] = 1
-    assert through_trainer(found[0]) != found[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,30 +199,14 @@ def test_workers_of_an_indexed_job_find_each_other():
     assert found["TFGPU_STARTUP_TIMEOUT"] == "660"
 
 
-def test_workers_of_a_trainjob_find_each_other():
-    objects = by_kind(manifests(job(), facts(kind="trainjob")))
-    found = variables([objects["TrainingRuntime"]])
-    assert (found["TFGPU_JOB_NAME"], found["TFGPU_SERVICE"]) == ("digits-node-0", "digits")
-    assert objects["TrainJob"]["spec"]["runtimeRef"]["name"] == objects["TrainingRuntime"]["metadata"]["name"]
-    assert objects["TrainJob"]["spec"]["trainer"]["numNodes"] == 4
-
-
-@pytest.mark.parametrize("kind, pod", [("job", "digits"), ("trainjob", "digits-node-0")])
-def test_the_cluster_is_read_from_what_is_rendered(kind, pod):
+def test_the_cluster_is_read_from_what_is_rendered():
     pytest.importorskip("tfgpu.cluster.kubernetes", reason="this tfgpu reads TF_CONFIG alone")
     from tfgpu.cluster import Cluster
 
-    environment = {**variables(manifests(job(), facts(kind=kind))), "JOB_COMPLETION_INDEX": "3"}
+    environment = {**variables(manifests(job(), facts())), "JOB_COMPLETION_INDEX": "3"}
     cluster = Cluster.from_environment(environment)
-    assert cluster.workers == tuple(f"{pod}-{index}.digits:2222" for index in range(4))
+    assert cluster.workers == tuple(f"digits-{index}.digits:2222" for index in range(4))
     assert cluster.rank == 3
-
-
-def test_a_trainjob_restarts_all_and_not_what_is_wrong():
-    spec = by_kind(full("trainjob"))["TrainingRuntime"]["spec"]["template"]["spec"]
-    assert spec["failurePolicy"]["maxRestarts"] == 3
-    assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
-    assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
 
 
 @pytest.mark.parametrize(
@@ -377,7 +345,7 @@ def test_a_launch_that_cannot_run_there_is_refused(changes, words):
         manifests(job(**changes), facts())
 
 
-@pytest.mark.parametrize("kind, longest", [("job", 61), ("trainjob", 54), ("tfjob", 54)])
+@pytest.mark.parametrize("kind, longest", [("job", 61), ("tfjob", 54)])
 def test_a_name_leaves_room_for_the_pods(kind, longest):
     manifests(job(), facts(kind=kind, name="a" * longest))
     with pytest.raises(InputError, match="Shorten it by 1."):

@@ -90,7 +90,6 @@ def test_the_files_lie_in_the_folder(three):
     folder = three[0] / "profile"
     assert json.loads((folder / "verdict.json").read_text()) == three[1]
     assert "retracing at step" in (folder / "verdict.txt").read_text()
-    assert "--nvtx script.py 60" in (folder / "commands.txt").read_text()
     again = targets.read_trace(folder, three[0] / "again")
     named = {finding.name: finding.where for finding in again.findings}
     assert named.keys() == {finding["name"] for finding in three[1]["findings"]}
@@ -166,18 +165,6 @@ def test_a_second_profiler_is_refused(tmp_path):
             step(tf.ones([2]))
     finally:
         tf.profiler.experimental.stop()
-
-
-def test_steps_are_marked_for_nvidias_profilers_instead(tmp_path, monkeypatch):
-    nvtx = pytest.importorskip("nvtx")
-    step, heard, start, end = tf.function(lambda x: x + 1), [], nvtx.start_range, nvtx.end_range
-    monkeypatch.setattr(nvtx, "start_range", lambda **named: (heard.append(named), start(**named))[1])
-    monkeypatch.setattr(nvtx, "end_range", lambda mark: (heard.append("end"), end(mark))[1])
-    with profile(tmp_path, nvtx=True, calls=2, seconds=0.01) as session:
-        for _ in range(300):
-            step(tf.ones([2]))
-    assert session.is_done and session.report is None and not os.listdir(tmp_path)
-    assert heard == [{"message": "profiled", "domain": "tfgpu"}, "end"]
 
 
 @pytest.mark.parametrize("wrong", [{"skip": -1}, {"calls": 1}, {"seconds": 0}])
@@ -303,7 +290,6 @@ def test_a_ready_recipe_is_profiled_by_its_name(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["steps_marked_by"] == "tfgpu" and found["verdict"] != "unknown"
-    assert "--nvtx digits" in (tmp_path / "profile" / "commands.txt").read_text()
 
 
 UNSHARDED = """

@@ -70,7 +70,7 @@ class Options:
     sbatch: _slurm(list[str] | None, "Another option for sbatch: --sbatch=--qos=high.", metavar="OPTION") = None
     dry_run: _slurm(bool, "Show the batch file without submitting it.", "--dry-run") = False
     wait: _slurm(bool, "Wait for the job to end, and exit with its code.", "--wait") = False
-    kubernetes: _kubernetes(str | None, "Print manifests (job, tfjob, trainjob); start nothing.", metavar="KIND") = None
+    kubernetes: _kubernetes(str | None, "Print manifests (job, tfjob); start nothing.", metavar="KIND") = None
     name: _kubernetes(str | None, "Name of the objects and pods.", metavar="NAME") = None
     image: _kubernetes(str | None, "The container image.", metavar="IMAGE") = None
     in_image: _kubernetes(bool, "The script is a path in the image.", "--in-image") = False

@@ -20,7 +20,7 @@ from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer()
 _steps = functools.partial(option, panel="The steps that are recorded")
-_WINDOW = ("skip", "calls", "seconds", "nvtx")
+_WINDOW = ("skip", "calls", "seconds")
 _FOLDER = Path("profile")
 
 
@@ -36,7 +36,6 @@ class Options:
     calls: _steps(int | None, "Calls to record [10], for at least 0.3 s.", min=2) = None
     seconds: _steps(float | None, "Longest time to record [5].", min=0.01) = None
     whole: _steps(bool, "Run the script to its end after recording.", "--whole") = False
-    nvtx: _steps(bool, "Mark the steps for nsys or ncu instead of recording them.", "--nvtx") = False
     allow_code: _steps(bool, "Allow a recipe to call functions (module:function).", "--allow-code") = False
     output: option(Path | None, "The folder of the report [profile].", "--output", "-o", metavar="DIR") = None
     as_json: AsJson = False
@@ -86,8 +85,7 @@ def profile(options: Options) -> None:
             report = targets.profile_recipe(recipe, target, output, **window)
         else:
             report = targets.read_trace(path, output)
-    found = report.as_json() if report else {"nvtx": True}
-    if not put_json(found, as_json=options.as_json, json_to=options.json_to):
+    if not put_json(report.as_json(), as_json=options.as_json, json_to=options.json_to):
         _show(report, output)
 
 
@@ -119,12 +117,6 @@ def _path(target: str) -> Path:
 
 def _show(report: Any, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    if report is None:
-        console.print("The steps were marked for nsys and ncu.", markup=False)
-        return
     writing = imported("tfgpu.measure.profiling.writing")
     console.print(f"\n{writing.text(report)}\n", markup=False)
     console.print(f"Charts: {output / 'profile.html'}.", markup=False)
-    if (output / "commands.txt").exists() and any(name.startswith("GPU") for name in report.around.devices):
-        commands = (output / "commands.txt").read_text()
-        console.print(f"To profile the same steps with NVIDIA's profilers:\n{commands}", markup=False)

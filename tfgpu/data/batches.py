@@ -1,4 +1,4 @@
-"""From a source to batches: splits, balancing, order, augmentation."""
+"""From a source to batches: splits, order, augmentation."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.cluster import Cluster
-from tfgpu.data import balance as balancing
 from tfgpu.data import cache as caching
 from tfgpu.data import epoch, position, sources, splits
 from tfgpu.data import service as remote
@@ -37,8 +36,7 @@ class Info:
         input_shape: one example's shape, such as (8, 8, 1); a dict of shapes for named inputs.
         classes, class_names: the number of classes, and one name per class; 0 and none for numbers and named targets.
         train_examples, validation_examples, test_examples: the number in each split.
-        epoch_examples: the number that a training epoch reads; differs from `train_examples` if classes are balanced by
-            sampling.
+        epoch_examples: the number that a training epoch reads; a mixture's may differ from `train_examples`.
         global_batch: examples in a batch over all replicas together.
         steps_per_epoch: batches in an epoch; the last one may be smaller.
         skipped: the number of corrupt examples that were skipped.
@@ -48,7 +46,6 @@ class Info:
             `"numbers"` to predict, float32; or `"named"`, a dict of targets.
         targets: what the model learns of numbers, a `Target`, or of named targets, one by each name; else None.
         label_smoothing: the share of a training label that is spread over all classes.
-        balance: how the classes were balanced, or None.
         cache: where decoded examples are kept: `memory`, `disk` or `none`; the data is the same.
     """
 
@@ -65,7 +62,6 @@ class Info:
     skipped: int
     augment: tuple[tuple[str, dict[str, Any]], ...]
     labels: str
-    balance: str | None
     label_smoothing: float
     cache: str = field(compare=False)
     targets: Target | Mapping[str, Target] | None = None
@@ -76,9 +72,9 @@ class Data(position.Epochs):
     """The three splits of a dataset, ready for `model.fit` or `strategy.experimental_distribute_dataset`.
 
     Attributes:
-        train: one iteration is one epoch of `(x, y)` batches, or `(x, y, sample_weight)` if classes are balanced by
-            weights. Each new iteration starts the next epoch, even if only to look at a batch: use `peek()` for that,
-            or `seek` afterward.
+        train: one iteration is one epoch of `(x, y)` batches, or `(x, y, sample_weight)` if the source has weights.
+            Each new iteration starts the next epoch, even if only to look at a batch: use `peek()` for that, or `seek`
+            afterward.
         validation, test: fixed order, no augmentation; None if the split is empty.
         info: the facts.
 
@@ -109,7 +105,6 @@ def load(
     length: int | None = None,
     label_smoothing: float = 0.0,
     skip_corrupt: bool = False,
-    balance: str | None = None,
     cache: str = "auto",
     cache_directory: str | Path | None = None,
     memory_bytes: int = 1 << 30,
@@ -144,8 +139,6 @@ def load(
         label_smoothing: the share of each training label that is spread evenly over all classes, 0 to below 1
             (Szegedy et al., 2015). Labels are then float32 [classes] in all splits; only training labels are smoothed.
         skip_corrupt: skip corrupt files and records (counted in `info.skipped`) instead of stopping.
-        balance: how to handle imbalanced training classes: `"oversample"`, `"undersample"` or `"weights"` (see
-            `tfgpu.data.balance`).
         cache: where to keep the decoded examples of files: `"memory"`, `"disk"`, `"none"`, or `"auto"`: memory if they
             fit, else the disk if `cache_directory` is given, else none. `info.cache` has the result.
         cache_directory: a folder for decoded examples. Later runs and other processes reuse them until the source's
@@ -176,7 +169,6 @@ def load(
     _check_numbers(global_batch, seed, split_seed, cluster)
     splits.check_fractions(validation, test)
     check_task(task)
-    balancing.check(balance, shuffle=shuffle)
     caching.check(cache, cache_directory)
     feed = Feed(parallel_calls, prefetch)
     service = None if service is None else remote.address(service)
@@ -185,14 +177,14 @@ def load(
     reading = Reading(size, skip_corrupt, cache, cache_directory, memory_bytes, length=length, task=task)
     examples = _open(source, reading, label_smoothing, service, quiet)
     parts = _parts(examples, validation, test, split_seed, quiet)
-    settings = epoch.Settings(int(global_batch), _stages(stages, examples), seed, shuffle, balance, label_smoothing)
+    settings = epoch.Settings(int(global_batch), _stages(stages, examples), seed, shuffle, label_smoothing)
     return _data(examples, parts, settings, feed, service)
 
 
 def _data(examples, parts, settings: epoch.Settings, feed: Feed, service: str | None) -> Data:
     count, order = epoch.order(examples, parts["train"], settings)
     _check_batch(examples, settings.global_batch, count)
-    counter, change = position.Counter(), epoch.change_of(examples, parts["train"], settings)
+    counter, change = position.Counter(), epoch.change_of(examples, settings)
     spec = EpochSpec(examples, order, count, settings.global_batch, change)
     if service is None:
         train = batches(spec, counter.positions(), feed, next_epoch=lambda: counter.next)
@@ -333,7 +325,6 @@ def _info(examples: Examples, parts, count: int, settings: epoch.Settings) -> In
         skipped=len(examples.skipped),
         augment=settings.stages,
         labels=labels,
-        balance=settings.balance,
         label_smoothing=settings.smoothing,
         cache=examples.cache,
         targets=targets_of(examples.structure),

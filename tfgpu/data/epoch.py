@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data import balance as balancing
 from tfgpu.data import position
 from tfgpu.data.assembly.epoch_spec import BatchShard, EpochSpec
 from tfgpu.data.augmentation import augment as augmentation
@@ -15,7 +14,6 @@ from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.augmentation.targets import MASKS
 from tfgpu.data.examples import Examples, to_model
 from tfgpu.data.feed import Feed, batches
-from tfgpu.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,6 @@ class Settings:
     stages: tuple[tuple[str, dict[str, Any]], ...]
     seed: int
     shuffle: bool
-    balance: str | None
     smoothing: float
 
     @property
@@ -37,28 +34,17 @@ class Settings:
 
 def order(examples: Examples, indices: np.ndarray, settings: Settings) -> tuple[int, Callable]:
     """Returns the number of examples per epoch and the function from an epoch's number to their order."""
-    balance, seed = settings.balance, settings.seed
-    if balance is not None and (examples.labels.ndim != 1 or not examples.has_classes):
-        raise InputError(
-            f"`balance` needs one class per example. Received: labels of shape {examples.labels.shape} in "
-            f"{examples.name}. Remove it."
-        )
+    seed = settings.seed
     if examples.blend is not None:
-        if balance in ("oversample", "undersample"):
-            raise InputError(f"A mixture has its own order. Received: balance={balance!r}. Use balance='weights'.")
         return examples.blend.order(indices, seed=seed, shuffle=settings.shuffle)
-    if balance in ("oversample", "undersample"):
-        return balancing.resample(indices, examples.labels[indices], choice=balance, seed=seed)
     with tf.device("CPU:0"):
         indices = tf.constant(indices)
     return len(indices), lambda epoch: position.order(indices, seed=seed, epoch=epoch) if settings.shuffle else indices
 
 
-def change_of(examples: Examples, indices, settings: Settings) -> Callable:
-    """Returns the function that augments and weights a batch of training examples and smooths its labels."""
-    classes = len(examples.class_names)
-    weights = balancing.weights(examples.labels[indices], classes) if settings.balance == "weights" else None
-    return Change(settings, classes, weights, gatherer(examples))
+def change_of(examples: Examples, settings: Settings) -> Callable:
+    """Returns the function that augments a batch of training examples and smooths its labels."""
+    return Change(settings, len(examples.class_names), gatherer(examples))
 
 
 def gatherer(examples: Examples) -> Callable | None:
@@ -87,13 +73,11 @@ class Change:
     Attributes:
         settings: the stages and the smoothing.
         classes: the number of classes.
-        weights: each class's weight, or None.
         gather: as `gatherer` returns it.
     """
 
     settings: Settings
     classes: int
-    weights: np.ndarray | None
     gather: Callable | None = None
 
     @property
@@ -110,9 +94,6 @@ class Change:
             count, rows = (tf.shape(x)[0], None) if shard is None else (shard.total, shard.rows)
             x, y = augmentation.apply(x, y, settings.stages, self._numbers(epoch, places, count), rows)
         smooth = y * (1.0 - smoothing) + smoothing / self.classes if smoothing else y
-        if self.weights is not None:
-            of_classes = balancing.weights_of(y, self.weights)
-            own = of_classes if own is None else own * of_classes
         return (x, smooth) if own is None else (x, smooth, own)
 
     def needed(self, epoch, place, shard: BatchShard) -> tf.Tensor:

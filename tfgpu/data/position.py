@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.errors import InputError, whole_number
 
-_ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # each use has separate random numbers
+_ORDER, _NUMBERS, _BATCHES = 1, 2, 3  # each use has separate random numbers
 _EPOCH_BITS = 31  # of a position: the others hold the first batch
 
 
@@ -126,13 +126,12 @@ def order(indices: tf.Tensor, *, seed: int, epoch: tf.Tensor, of: str = "example
         indices: int64 [n].
         seed: the run's seed.
         epoch: int64 scalar.
-        of: what is ordered: `"examples"`, `"batches"` or a balanced sample of examples, `"balance"`; each has separate
-            random numbers.
+        of: what is ordered: `"examples"` or `"batches"`; each has separate random numbers.
 
     Returns:
         int64 [n], a permutation of `indices`.
     """
-    use = {"examples": _ORDER, "batches": _BATCHES, "balance": _BALANCE}[of]
+    use = {"examples": _ORDER, "batches": _BATCHES}[of]
     return tf.random.experimental.stateless_shuffle(indices, seed=_key(seed, use, epoch))
 
 

@@ -111,7 +111,6 @@ def _info(
         skipped=0,
         augment=(),
         labels="tokens",
-        balance=None,
         label_smoothing=0.0,
         cache="memory",
     )

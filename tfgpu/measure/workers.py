@@ -150,7 +150,7 @@ def _read_by(what: Recipe, examples: Examples, worker: int, workers: int) -> flo
     """The part of an epoch of a few batches that a worker reads, by a counter of what is read."""
     loads: Counter = Counter()
     count = min(len(examples.labels), _COUNTED * what.global_batch)
-    changed = {"cache": "auto", "cache_directory": None, "validation": 0.0, "test": 0.0, "balance": "none"}
+    changed = {"cache": "auto", "cache_directory": None, "validation": 0.0, "test": 0.0}
     some = _counted(examples, count, loads)
     data = building.open_data(what.model_copy(update=changed), Cluster(), source=some)
     for _ in worker_rows.of(data.train).make(_of(worker, workers)):

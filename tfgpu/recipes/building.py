@@ -105,7 +105,6 @@ def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
         length=what.length,
         label_smoothing=what.label_smoothing,
         skip_corrupt=what.skip_corrupt,
-        balance=None if what.balance == "none" else what.balance,
         **{name: getattr(what, name) for name in recipe.INPUT},
         task=what.task,
         cluster=cluster,

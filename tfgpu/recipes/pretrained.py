@@ -10,7 +10,7 @@ from tfgpu.errors import InputError
 
 CAUSAL_LM = "causal_lm"
 _OTHERS = (
-    *("augment", "image_size", "classes", "label_smoothing", "skip_corrupt", "balance", "cache", "cache_directory"),
+    *("augment", "image_size", "classes", "label_smoothing", "skip_corrupt", "cache", "cache_directory"),
     *("memory_bytes", "parallel_calls", "model_options", "initializer", "normalization", "dropout", "strategy", "task"),
 )
 """Settings of recipes whose model is built from scratch."""

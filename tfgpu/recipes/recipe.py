@@ -103,12 +103,6 @@ class Recipe(pretrained.Pretrained):
         0.0, "Data", "Fraction of the examples to use for the final test; for `digits` 0.2 by default.", ge=0, lt=1
     )
     skip_corrupt: bool = _field(False, "Data", "Skip examples that cannot be read, and report their number.")
-    balance: Literal["none", "oversample", "undersample", "weights"] = _field(
-        "none",
-        "Data",
-        "How to balance the training classes; `oversample` makes an epoch longer, `undersample` shorter, `weights` "
-        "weights the loss.",
-    )
     split_seed: int = _field(0, "Data", "Determines which examples are for training, validation and test.", ge=0)
 
     cache: Literal["auto", "memory", "disk", "none"] = _field(

@@ -3,8 +3,8 @@
 TensorFlow waits forever for a missing peer. So each process first listens on the port that TensorFlow will use,
 connects to every other process there, and compares versions, seeds, recipe and code. Either all processes continue
 together, or all end with one message that names the missing or differing process. `meeting.py` holds the protocol,
-`leader.py` the leader's part in it, `facts.py` the comparison, `clocks.py` the clock offsets, `sentences.py` the error
-messages, `wire.py` the message format.
+`leader.py` the leader's part in it, `facts.py` the comparison, `sentences.py` the error messages, `wire.py` the message
+format.
 
 Example:
     >>> from tfgpu import rendezvous

@@ -15,12 +15,11 @@ import json
 import logging
 import os
 import socket
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.rendezvous import clocks, sentences, wire
+from tfgpu.rendezvous import sentences, wire
 from tfgpu.rendezvous.leader import MOST_NAMED, Chair
 from tfgpu.rendezvous.members import Member
 
@@ -61,7 +60,6 @@ class Meeting:
         self._reached: set[int] = set()
         self._running: set[int] = set()  # TensorFlow has started there.
         self._why: dict[int, str] = {}
-        self._clocks: dict[int, clocks.Clock] = {}
         self._notes: dict[str, str] = {}
         self._guests = 0
         self._writers: set[asyncio.StreamWriter] = set()
@@ -139,7 +137,7 @@ class Meeting:
             hello = await wire.read(reader)
             refusal = self._refusal(hello)
             if refusal:
-                writer.write(wire.encode({**refusal, "clock": time.time()}))
+                writer.write(wire.encode(refusal))
                 return
             writer.write(self._hello())
             if self.me == LEADER and hello.get("stays"):
@@ -198,10 +196,8 @@ class Meeting:
         try:
             reader, writer = await wire.connect(other.host, other.port)
             self._writers.add(writer)
-            sent_s, since_s = time.time(), time.monotonic()
             writer.write(self._hello(stays=index == LEADER))
             answer = await wire.read(reader)
-            clocks.note(self._clocks, index, answer, sent_s=sent_s, took_s=time.monotonic() - since_s)
             await self._hear(index, answer, reader, writer)
         except wire.Running:
             self._why[index] = "TensorFlow already runs there: this process is too late, or another job uses the port"
@@ -280,8 +276,6 @@ class Meeting:
             self._fail(InputError(wrong))
             return
         self._chair.warn()
-        for text in clocks.advice({self.everyone[index].name: clock for index, clock in sorted(self._clocks.items())}):
-            _log.warning("%s", text)
         await self._chair.let_go()
         self._finish()
 
@@ -375,7 +369,6 @@ class Meeting:
                 "process": self.process,
                 "id": self._id,
                 "stays": stays,
-                "clock": time.time(),
                 "facts": self.facts if stays else {},
             }
         )

@@ -65,19 +65,6 @@ class BatchSizes:
         tries = [{**vars(one), "memory_bytes": one.memory_bytes} for one in self.tries]
         return {**vars(self), "tries": tries, "recipe": self.recipe.model_dump(mode="json")}
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draws examples per second and memory over the batch.
-
-        Args:
-            path: a file to write, `.png` or `.svg`; None writes none.
-
-        Returns:
-            A Matplotlib figure.
-        """
-        from tfgpu.tune.batch_plot import draw
-
-        return draw(self, path)
-
 
 def batch_size(
     recipe: Recipe | str | Path | None = None,

@@ -1,7 +1,7 @@
 """Arrays beside the classes of examples: numbers to predict, named inputs and targets, sample weights.
 
 They lie in memory and are gathered by index when a batch is made, so
-order, splits, balancing and each worker's own rows are those of every source.
+order, splits and each worker's own rows are those of every source.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from tfgpu.errors import InputError, unknown, whole_number
 
-KINDS = {"job": "{name}-{index}", "tfjob": "{name}-{role}-{index}", "trainjob": "{name}-node-0-{index}"}
-"""The kinds that can be rendered (an indexed Job, Kubeflow's TFJob v1 and TrainJob v2), and how each names its pods."""
+KINDS = {"job": "{name}-{index}", "tfjob": "{name}-{role}-{index}"}
+"""The kinds that can be rendered (an indexed Job, and Kubeflow's TFJob), and how each names its pods."""
 
 LABEL_LENGTH = 63
 _CORES = re.compile(r"[1-9][0-9]*m?|[0-9]+\.[0-9]+")

@@ -1,6 +1,6 @@
-"""The three kinds of launch: an indexed Job, Kubeflow's TFJob, and Kubeflow's TrainJob.
+"""The two kinds of launch: an indexed Job, and Kubeflow's TFJob.
 
-All of them restart the group: TensorFlow's other workers fail within seconds of a worker's death, so every process
+Both restart the group: TensorFlow's other workers fail within seconds of a worker's death, so every process
 ends, and each is started again. They differ in what counts the restarts. See docs/guides/kubernetes.md.
 """
 
@@ -12,7 +12,6 @@ from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT
 
 CONTAINER = "train"
 TFJOB_CONTAINER = "tensorflow"
-TRAINJOB_CONTAINER = "node"
 _SCRIPT_BYTES = 2**19  # A ConfigMap holds 1 MiB, including the copy that `kubectl apply` keeps in it.
 
 
@@ -32,7 +31,7 @@ def manifests(job: Job, facts: Kubernetes) -> list[dict]:
     Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/
     """
     _check(job, facts)
-    makers = {"job": _indexed_job, "tfjob": _tfjob, "trainjob": _trainjob}
+    makers = {"job": _indexed_job, "tfjob": _tfjob}
     return [*_shared(job, facts), *makers[facts.kind](job, facts)]
 
 
@@ -82,21 +81,21 @@ def _shared(job: Job, facts: Kubernetes) -> list[dict]:
     return objects
 
 
-def _who(facts: Kubernetes, job: Job, pods: str) -> dict[str, str]:
+def _who(facts: Kubernetes, job: Job) -> dict[str, str]:
     """What `Cluster.from_environment` reads besides JOB_COMPLETION_INDEX, which Kubernetes sets."""
     return {
         "TFGPU_WORKERS": str(job.workers),
-        "TFGPU_JOB_NAME": pods,
+        "TFGPU_JOB_NAME": facts.name,
         "TFGPU_SERVICE": facts.name,
         "TFGPU_PORT": str(facts.port),
     }
 
 
-def _failure_policy(container: str) -> dict:
+def _failure_policy() -> dict:
     """Maps the launcher's exit codes to actions; the first matching rule applies."""
 
     def exits(code: int) -> dict:
-        return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
+        return {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [code]}}
 
     return {
         "rules": [
@@ -126,14 +125,14 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
         "maxFailedIndexes": 0,
         # The next pod starts only when the previous one has ended, so two never write at once.
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": _failure_policy(CONTAINER),
+        "podFailurePolicy": _failure_policy(),
         # The chief writes all results, so the job is done when the chief is.
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "template": template(
             job,
             facts,
             container=CONTAINER,
-            environment=_who(facts, job, facts.name),
+            environment=_who(facts, job),
             pod={"restartPolicy": "Never", "subdomain": facts.name},
         ),
     }
@@ -162,50 +161,3 @@ def _tfjob(job: Job, facts: Kubernetes) -> list[dict]:
         "tfReplicaSpecs": specs,
     }
     return [tfjob]
-
-
-def _trainjob(job: Job, facts: Kubernetes) -> list[dict]:
-    pods = template(
-        job,
-        facts,
-        container=TRAINJOB_CONTAINER,
-        environment=_who(facts, job, f"{facts.name}-node-0"),
-        pod={"restartPolicy": "Never"},
-    )
-    runtime = _object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", facts)
-    runtime["spec"] = {
-        "mlPolicy": {"numNodes": job.workers},
-        "template": {
-            "spec": {
-                "network": {"publishNotReadyAddresses": True},
-                # All pods are recreated when one fails; `FailJob` above is for what no restart can fix.
-                "failurePolicy": {
-                    "maxRestarts": job.max_restarts,
-                    "rules": [
-                        {"name": "wrongInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-                    ],
-                },
-                "replicatedJobs": [
-                    {
-                        "name": TRAINJOB_CONTAINER,
-                        "template": {
-                            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-                            "spec": {
-                                "backoffLimit": 0,
-                                "podReplacementPolicy": "Failed",
-                                "podFailurePolicy": _failure_policy(TRAINJOB_CONTAINER),
-                                "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
-                                "template": pods,
-                            },
-                        },
-                    }
-                ],
-            }
-        },
-    }
-    train = _object("trainer.kubeflow.org/v1alpha1", "TrainJob", facts)
-    train["spec"] = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": facts.name},
-        "trainer": {"numNodes": job.workers},
-    }
-    return [runtime, train]

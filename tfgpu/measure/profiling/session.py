@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfgpu.core import profiling_hooks
 from tfgpu.errors import MachineError, positive, whole_number
-from tfgpu.measure.profiling import around, commands, trace, verdict, writing
+from tfgpu.measure.profiling import around, trace, verdict, writing
 
 _LEAST, _LEAST_S, _MOST = 3, 0.3, 200
 
@@ -31,21 +31,19 @@ class Session:
         calls: calls to record; more if they take less than 0.3 s, fewer if they take longer than `seconds`.
         seconds: the longest time to record, once there are three calls.
         ends: raise `Finished` when enough is recorded.
-        nvtx: put an NVTX range around the steps instead of recording them.
 
     Attributes:
         is_on: whether it is recording.
-        report: the result; None before the end, and with `nvtx`.
+        report: the result; None before the end.
         batch: rows of a step, if the caller knows and sets it.
     """
 
-    def __init__(self, folder: Path, *, skip: int, calls: int, seconds: float, ends: bool = False, nvtx: bool = False):
+    def __init__(self, folder: Path, *, skip: int, calls: int, seconds: float, ends: bool = False):
         self.folder = folder.absolute()  # the script may change the working directory before it ends
         self.is_on, self.report, self.batch = False, None, None
-        self._skip, self._calls, self._seconds, self._ends, self._nvtx = skip, calls, seconds, ends, nvtx
+        self._skip, self._calls, self._seconds, self._ends = skip, calls, seconds, ends
         self._counts, self._plain = Counter(), {}
         self._leader, self._done, self._began, self._over = "", 0, 0.0, False
-        self._held = contextlib.ExitStack()
         self._lock = threading.RLock()
 
     def before_call(self, name: str) -> None:
@@ -82,17 +80,14 @@ class Session:
 
     def _start(self, leader: str) -> None:
         self._leader, self._done, self._began = leader, 0, time.perf_counter()
-        if self._nvtx:
-            self._held.enter_context(commands.marked())
-        else:
-            options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, device_tracer_level=1)
-            try:
-                tf.profiler.experimental.start(str(self.folder), options=options)
-            except tf.errors.AlreadyExistsError as error:
-                raise MachineError(
-                    "TensorFlow's profiler is already running. Only one can run: remove profile_batch from "
-                    "TensorBoard's callback."
-                ) from error
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, device_tracer_level=1)
+        try:
+            tf.profiler.experimental.start(str(self.folder), options=options)
+        except tf.errors.AlreadyExistsError as error:
+            raise MachineError(
+                "TensorFlow's profiler is already running. Only one can run: remove profile_batch from "
+                "TensorBoard's callback."
+            ) from error
         self.is_on = True
 
     def _count(self, name: str) -> None:
@@ -106,9 +101,6 @@ class Session:
 
     def _stop(self) -> None:
         self.is_on, self._over = False, True
-        self._held.close()
-        if self._nvtx:
-            return
         tf.profiler.experimental.stop()
         recorded = trace.read(self.folder)
         self.report = verdict.judge(recorded, lambda retraced: around.look(retraced, self._plain, self.batch))
@@ -123,7 +115,6 @@ def profile(
     calls: int = 10,
     seconds: float = 5.0,
     ends: bool = False,
-    nvtx: bool = False,
 ) -> Iterator[Session]:
     """Profiles some of the steps that run in the block, in `fit` or in a hand-written loop.
 
@@ -133,7 +124,6 @@ def profile(
         calls: calls to record after them; more if they take less than 0.3 s together.
         seconds: the longest time to record.
         ends: leave the block as soon as enough is recorded, by an exception that ends here.
-        nvtx: put an NVTX range around the steps, for `nsys` and `ncu`, instead of recording them.
 
     Yields:
         The session. Its `report` is set after the block; it stays None if there were too few calls.
@@ -153,9 +143,7 @@ def profile(
     skip, calls = whole_number("skip", skip, minimum=0), whole_number("calls", calls, minimum=2)
     positive("seconds", seconds)
     writing.create_folder(Path(folder))
-    if nvtx:
-        commands.check_nvtx()
-    session = Session(Path(folder), skip=skip, calls=calls, seconds=seconds, ends=ends, nvtx=nvtx)
+    session = Session(Path(folder), skip=skip, calls=calls, seconds=seconds, ends=ends)
     with profiling_hooks.listening(session):
         try:
             yield session

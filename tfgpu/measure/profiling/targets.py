@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfgpu import atomic
 from tfgpu import run as scripts
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, no_script
-from tfgpu.measure.profiling import commands, trace, verdict, writing
+from tfgpu.measure.profiling import trace, verdict, writing
 from tfgpu.measure.profiling.session import Session, profile
 from tfgpu.measure.profiling.verdict import Report
 from tfgpu.recipes import building, runner
@@ -18,7 +17,7 @@ _EPOCHS = 10_000  # enough for any window; the profiler ends the training
 
 def profile_script(
     script: str | Path, arguments: Sequence[str] = (), folder: str | Path = "profile", *, whole: bool = False, **window
-) -> Report | None:
+) -> Report:
     """Runs a script with the repairs, as `tfgpu run` does, and profiles some of its steps.
 
     Args:
@@ -26,10 +25,10 @@ def profile_script(
         arguments: the arguments of the script.
         folder: where the files go.
         whole: run the script to its end. With several workers, it always does, so that no worker waits for another.
-        window: `skip`, `calls`, `seconds` and `nvtx`, see `profile`.
+        window: `skip`, `calls` and `seconds`, see `profile`.
 
     Returns:
-        The report; None with `nvtx`.
+        The report.
 
     Raises:
         InputError: the script does not exist, or made too few calls.
@@ -40,20 +39,20 @@ def profile_script(
     alone = not Cluster.from_environment().is_multi_worker
     with profile(folder, ends=alone and not whole, **window) as session:
         scripts.run(script, arguments)
-    return _end(session, str(script), arguments)
+    return _end(session, str(script))
 
 
-def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **window) -> Report | None:
+def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **window) -> Report:
     """Trains a recipe without a run directory, and profiles some of the steps.
 
     Args:
         what: the recipe.
-        name: its file, for the command lines of `nsys` and `ncu`.
+        name: its file, for messages.
         folder: where the files go.
-        window: `skip`, `calls`, `seconds` and `nvtx`, see `profile`.
+        window: `skip`, `calls` and `seconds`, see `profile`.
 
     Returns:
-        The report; None with `nvtx`.
+        The report.
 
     Raises:
         InputError: the recipe is invalid, or there are several workers.
@@ -70,7 +69,7 @@ def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **wi
         with profile(folder, ends=True, **window) as session:
             session.batch = what.global_batch
             job.trainer.fit(job.data.train, epochs=_EPOCHS, shuffle=False, verbose=0)
-    return _end(session, name, ())
+    return _end(session, name)
 
 
 def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
@@ -95,13 +94,9 @@ def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
     return report
 
 
-def _end(session: Session, target: str, arguments: Sequence[str]) -> Report | None:
+def _end(session: Session, target: str) -> Report:
     if not session.is_done:
         raise InputError(
             f"{target} ended before enough was recorded. It called {session.seen}. Use --skip 0, or run more steps."
         )
-    if session.report is not None:
-        found = commands.lines(target, arguments, session.folder)
-        text = "".join(f"# {name}\n{line}\n" for name, line in found.items())
-        atomic.write_text(session.folder / "commands.txt", text)
     return session.report
