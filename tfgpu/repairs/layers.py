@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, replica_attributes, replication, step_context
-from tfgpu.core.state import layer_state
+from tfgpu.core.state import layer_state, rnn_states
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -104,6 +104,19 @@ def own_state_differs() -> bool:
     return probing.differs(rows=2, layer=Center)
 
 
+def stateful_rnn_fails() -> bool:
+    """Whether `fit` cannot train a stateful RNN on two replicas."""
+    with probing.mirrored().scope():
+        layers = [keras.Input(batch_shape=(2, 1, 1)), keras.layers.SimpleRNN(1, stateful=True)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    try:
+        model.fit(tf.ones((2, 1, 1)), tf.ones((2, 1)), batch_size=2, verbose=0)
+    except Exception:
+        return True
+    return False
+
+
 REPAIRS = (
     Repair(
         name="own-attributes",
@@ -132,5 +145,12 @@ REPAIRS = (
         issue="",
         probe=own_state_differs,
         apply=layer_state.assign_for_all,
+    ),
+    Repair(
+        name="rnn-states",
+        fault="a stateful RNN refuses a replica's rows: its states have the whole batch's",
+        issue="",
+        probe=stateful_rnn_fails,
+        apply=rnn_states.keep_states_of_all_rows,
     ),
 )

@@ -17,13 +17,13 @@ and `assign_sub` of a `keras.Variable`:
 
 A value made only of constants and of variables that all replicas agree on (`steps.assign_add(1)`, a decay, a moving
 copy of weights) is the same on every replica and costs nothing. Any other assignment costs one collective. A replica
-without rows adds nothing. Replicas do not agree on `on_read` variables and on a stateful RNN's states. (A variable that
-was assigned in a `tf.cond`, a loop or a nested function is not recognized as one that may differ.)
+without rows adds nothing. Replicas do not agree on `on_read` variables. (A variable that was assigned in a `tf.cond`, a
+loop or a nested function is not recognized as one that may differ.)
 
 Each replica keeps its own value: of a variable with `synchronization="on_read"` (as metrics have; TensorFlow puts the
 values together when it is read outside); of Keras's layers whose state is alike everywhere already (BatchNormalization,
-SpectralNormalization, seed generators) or belongs to single rows (a stateful RNN's); within `tf.cond`, `tf.while_loop`
-or another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
+SpectralNormalization, seed generators; `rnn_states` has those of a stateful RNN); within `tf.cond`, `tf.while_loop` or
+another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
 
 Between two averagings (`tfgpu.strategies.averaging()`) an average stays each replica's own, and is averaged with the
 weights.
@@ -36,7 +36,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import keras
 import tensorflow as tf
 
 from tfgpu.compat import slots, variables
@@ -64,7 +63,7 @@ def assign_for_all() -> None:
             return stock(self, value)
         replication.check_is_replicated(self)
         if self.synchronization == "on_read":
-            _mark_as_differing(self)
+            mark_as_differing(self)
             return stock(self, agreed(self, value))
         return _assign_here(self, agreed(self, value))
 
@@ -73,14 +72,6 @@ def assign_for_all() -> None:
     for layer in ("BatchNormalization", "SpectralNormalization"):
         _keep_own(f"keras.layers.{layer}.call")
     _keep_own("SeedGenerator.next")
-
-    @wrap("keras.layers.RNN.call")
-    def call(stock, self, *args, **kwargs):
-        if self.stateful and step_context.step() is not None:
-            for state in keras.tree.flatten(self.states):
-                _mark_as_differing(state)
-        with step_context.scope(keeps_own_state=True):
-            return stock(self, *args, **kwargs)
 
 
 def agreed(variable, value: tf.Tensor) -> tf.Tensor:
@@ -157,12 +148,13 @@ def _is_on_replica() -> bool:
 
 def move_own(variable) -> None:
     """Says that this replica's step moves its own copy of a variable: after a block of steps they are averaged."""
-    _mark_as_differing(variable)
+    mark_as_differing(variable)
     if step_context.step() is not None:
         step_context.step().own_variables[id(variable)] = variable
 
 
-def _mark_as_differing(variable) -> None:
+def mark_as_differing(variable) -> None:
+    """Says that each replica has a value of its own of this variable."""
     slots.of(variables.local_copy(variable)).differs_by_replica = True
 
 
