@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.trainer import model_supports_jit
 
 from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator, MeanMetricWrapper, PyDatasetAdapter
 
@@ -151,11 +150,6 @@ def wait_for_callbacks(callbacks: CallbackList) -> None:
     """Waits until callbacks that run in their own thread have finished."""
     if hasattr(callbacks, "_flush_futures"):
         callbacks._flush_futures()
-
-
-def supports_jit(model: keras.Model) -> bool:
-    """Whether XLA can compile a model's step, judging by its layers."""
-    return model_supports_jit(model)
 
 
 def metric_function(metric: MeanMetricWrapper) -> tuple[Callable, dict]:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfgpu.compat.keras import tree
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.training import strategy_of
 from tfgpu.core import (
@@ -25,7 +24,7 @@ from tfgpu.core import (
     step_context,
     traffic,
     worker_vote,
-    xla_trial,
+    xla_compile,
 )
 from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.loop_builder import LoopBuilder, LoopKind
@@ -78,9 +77,8 @@ class LocalTraining(Protocol):
 
 @dataclass
 class _Timed:
-    """A block that has run: whether XLA compiled it, its steps, and how long it took."""
+    """A block that has run: its steps, and how long it took."""
 
-    jit: bool = False
     steps: int = 0
     seconds: float = 0.0
 
@@ -103,7 +101,6 @@ class StepRunner:
         averager: averages replicas that train on their own copies; None if they train together.
         done: number of steps so far.
         traffic: counts the bytes that each replica has passed to collectives.
-        trial: the trial of XLA, if `compile` asked for one.
         loops: compiles the loops.
     """
 
@@ -114,7 +111,7 @@ class StepRunner:
         self._jit = bool(model.jit_compile) and not model.run_eagerly
         self._last = _Timed()
         self.pace, self.logs, self.done = step_blocks.Pace(), None, 0
-        self.log_reader, self.traffic, self.trial = LogReader(model), traffic.Meter(), xla_trial.trial_of(model)
+        self.log_reader, self.traffic = LogReader(model), traffic.Meter()
         local = replication.local_training_of(self.strategy) if self._is_replicated else None
         self.averager = local.averager(model) if local is not None and self.kind == "train" else None
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
@@ -157,7 +154,7 @@ class StepRunner:
             self._count(1, kind)
             self.logs = logs
             seconds = worker_vote.accept(self.strategy, result)
-            self._last = _Timed(self._jit, 1, time.perf_counter() - began)
+            self._last = _Timed(1, time.perf_counter() - began)
             self._follow(seconds if replication.spans_processes(self.strategy) else self._last.seconds)
         if logs is None:
             raise _end_of_data()
@@ -167,10 +164,9 @@ class StepRunner:
         self.loops.batch_rows = block.rows
         self._try_step(block.iterator)
         self._begin(block)
-        jit, began, block.done = self._chosen_jit(block), time.perf_counter(), 0
-        result = None
+        began, block.done, result = time.perf_counter(), 0, None
         while block.done < block.count:
-            iterator, kind = self._loop_of(block, jit)
+            iterator, kind = self._loop_of(block)
             count = self._steps_of(block, kind)
             if block.first is not None:
                 iterator, count, block.first = block.first, 1, None
@@ -182,9 +178,7 @@ class StepRunner:
                 break
         if not block.done:
             raise _end_of_data()
-        if self._is_trying():
-            tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be computing
-        self._note_time(_Timed(jit, block.done, time.perf_counter() - began), result)
+        self._note_time(_Timed(block.done, time.perf_counter() - began), result)
         return self.logs
 
     def _run(self) -> step_blocks.Run | None:
@@ -228,14 +222,15 @@ class StepRunner:
                 python=self.loops.python,
             )
 
-    def _loop_of(self, block: Block, jit: bool) -> tuple[Any, LoopKind]:
+    def _loop_of(self, block: Block) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""
         iterator, gives_row_ranges = sharded_dataset.source_of(block.iterator)
         is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
         rows = None if gives_row_ranges is None else self._rows_of(block)
         has_rows = sharded_dataset.has_rows(block.iterator)
         known = {"has_own_rows": True, "batch_rows": block.iterator.data.batch_rows} if has_rows else {}
-        kind = LoopKind(jit, is_sure, gives_row_ranges, self._has_local_updates(), _is_wrapped(), rows, **known)
+        local = self._has_local_updates()
+        kind = LoopKind(self._jit, is_sure, gives_row_ranges, local, _is_wrapped(), rows, **known)
         return iterator, kind
 
     def _rows_of(self, block: Block) -> int | None:
@@ -248,37 +243,21 @@ class StepRunner:
             return None
         return block.rows
 
-    def _chosen_jit(self, block: Block) -> bool:
-        """Whether XLA compiles the block's steps."""
-        if self.trial is None:
-            return self._jit
-        if self._is_trying() and self.trial.jit and not self.trial.is_possible:
-            iterator, kind = self._loop_of(block, False)
-            ballot, since = worker_vote.ballot(0.0), self._since()
-            traced = self.loops.loop(kind).get_concrete_function(iterator, tf.constant(1), ballot, since)
-            self.trial.check(traced, None if self._is_replicated else self.loops.xla_step(), iterator.element_spec)
-        return self.trial.jit
-
-    def _is_trying(self) -> bool:
-        return self.trial is not None and not self.trial.is_over
-
     def _note_time(self, block: _Timed, result: tf.Tensor) -> None:
         """Records how long a block took; on several workers, how long they say that the previous one took."""
         before, self._last = self._last, block
         seconds = worker_vote.accept(self.strategy, result)
         if replication.spans_processes(self.strategy):
-            block = _Timed(before.jit, before.steps, seconds)
+            block = _Timed(before.steps, seconds)
         in_a_call = self.loops.collectives and self.loops.collectives + 1  # metrics meet at a call's end
         self.pace.note(block.steps, block.seconds, in_a_call)
-        if self._is_trying():
-            self.trial.note(block.jit, block.steps, block.seconds)
         self._follow(block.seconds)
 
     @contextlib.contextmanager
     def _around_call(self, kind: LoopKind, count: int):
-        jit, set_by = self._jit or self.trial is not None, step_blocks.set_by(self._model, self.kind)
+        set_by = step_blocks.set_by(self._model, self.kind)
         with self.averager.running() if kind.local_updates else contextlib.nullcontext():
-            with profiling_hooks.steps_begin(self.done, count, self.kind, set_by, jit=jit), self._waiting(count):
+            with profiling_hooks.steps_begin(self.done, count, self.kind, set_by, jit=self._jit), self._waiting(count):
                 yield
 
     def _waiting(self, count: int) -> contextlib.AbstractContextManager:
@@ -303,7 +282,7 @@ class StepRunner:
 
 def use_step_runner() -> None:
     """Gives models on one device, or on replicas, a `StepRunner` as their train and test functions."""
-    xla_trial.enable_auto_jit()
+    xla_compile.compile_only_what_xla_can()
     iterator_end.destroy_iterators_in_background()
 
     @wrap("TensorFlowTrainer.make_function")

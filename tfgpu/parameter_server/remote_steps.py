@@ -40,7 +40,7 @@ class RemoteSteps(step_loop.StepRunner):
 
     def __init__(self, model, step_function: Callable):
         super().__init__(model, step_function)
-        self.trial, self._jit = None, False
+        self._jit = False
         self._is_training = step_function == model.train_step
         self._counts_updates = self._is_training and self.log_reader.are_results
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)

@@ -49,9 +49,9 @@ def launches(window: Window) -> str:
     if window.marked_by != "tfgpu":
         return f"{_XLA}@tf.function(jit_compile=True) on the step fuses operations."
     if window.set_by == "pace":  # Calls already run as many steps as possible.
-        return "" if window.jit else f'{_XLA}model.compile(..., jit_compile="auto") fuses operations.'
+        return "" if window.jit else f"{_XLA}model.compile(..., jit_compile=True) fuses operations."
     if window.set_by in ("", "steps_per_execution"):
-        more = "" if window.jit else ', jit_compile="auto"'
+        more = "" if window.jit else ", jit_compile=True"
         return f'same result: model.compile(..., steps_per_execution="auto"{more}).'
     return _more_steps(window)
 

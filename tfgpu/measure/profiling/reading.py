@@ -22,7 +22,7 @@ class Window:
         inside: the spans in which they ran; Python does other work in between. Empty if Python itself runs the steps.
         marked_by: what marks the steps: `"tfgpu"`, `"script"`, a tf.function's name, `"batches"` or `""`.
         set_by: what sets the number of steps per call of tfgpu, see `Block.set_by`; empty if unknown.
-        jit: whether `jit_compile` is `True` or `"auto"` in tfgpu's calls.
+        jit: whether XLA compiles the steps of tfgpu's calls.
     """
 
     start: int

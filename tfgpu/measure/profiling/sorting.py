@@ -83,7 +83,7 @@ class Block(NamedTuple):
         steps: their number.
         kind: `"train"` or `"test"`.
         set_by: what set the number of steps, as `core/step_blocks.py` records it; empty if unknown.
-        jit: whether `jit_compile` is `True` or `"auto"`.
+        jit: whether XLA compiles the steps.
     """
 
     start: int
