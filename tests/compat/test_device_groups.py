@@ -7,6 +7,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.compat import device_groups
 from tfgpu.core import collectives, replication
+from tfgpu.core.row_mixing import row_sums
 from tfgpu.parallel import device_placement
 
 OWN = ["CPU:0", "CPU:1"]
@@ -67,3 +68,36 @@ def test_replicas_of_one_device_each_have_no_groups():
     assert device_groups.of(tfgpu.strategy("mirrored", OWN)) is None
     device_groups.use(reduced := tfgpu.strategy("mirrored", OWN, all_reduce="reduction_to_one_device"))
     assert device_groups.of(reduced) is None
+
+
+def test_moments_and_slices_meet_there_and_packs_come_before_what_they_do_not_need():
+    others, rows = ["CPU:2", "CPU:3"], 1 << 17
+    with gpu_way.gpu_way():
+        strategy = tfgpu.strategy("mirrored", OWN)
+        device_placement.mark_placed(strategy)
+
+        def step():
+            number = replication.replica_number(replication.replica_context())
+            with tf.device(others[number]):
+                x = tf.fill([2], 1.0 + number)
+                table = tf.IndexedSlices(tf.fill([rows, 2], 1.0 + number), tf.range(rows) + number, tf.constant([9, 2]))
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    (total,) = row_sums.over_replicas([x])
+                gradient = tape.gradient(total, x, total)
+            with device_placement.colocate_with_inputs(), collectives.as_packs():
+                (dense,) = collectives.sum_gradients([x])
+                (slices,) = collectives.all_reduce([table], in_groups=True)
+            return total, gradient, dense, slices.values[:: rows // 2, 0], slices.indices[::rows]
+
+        run = tf.function(lambda: strategy.run(step), autograph=False).get_concrete_function()
+        found = [[part.numpy().tolist() for part in strategy.experimental_local_results(each)] for each in run()]
+    assert found == [[[3, 3]] * 2, [[6, 6]] * 2, [[3, 3]] * 2, [[1, 1, 2, 2]] * 2, [[0, 1]] * 2]
+    made = [each for each in run.graph.get_operations() if each.type.startswith("Collective")]
+    for device in others:
+        here = [each for each in made if each.device.endswith(device)]
+        moments, of_gradient, pack = [each for each in here if each.type == "CollectiveReduceV2"]
+        assert pack in moments.control_inputs and moments in of_gradient.control_inputs
+        assert [each.type for each in here].count("CollectiveGatherV2") == 2  # the counts, and the slices
+        made = [each for each in made if each not in here]
+    assert made == []

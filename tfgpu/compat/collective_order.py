@@ -26,22 +26,46 @@ def packs(strategy: tf.distribute.Strategy, replica: int) -> Iterator[None]:
         replica: this replica's number in its process.
     """
     launcher = distribute.collective_launcher(strategy, replica)
-    token = launcher._ordering_token
-    if tf.executing_eagerly() or token is None or not _orders_functions():
+    if tf.executing_eagerly() or launcher._ordering_token is None or not _orders_functions():
         yield
         return
-    launcher._ordering_token = _token_of_packs(launcher)
+    with _as_packs(launcher, ()):
+        yield
+
+
+@contextmanager
+def packs_in_group(own, launcher, group: tuple[str, ...]) -> Iterator[None]:
+    """In the block, the collectives of a launcher are packs if those of the replica's own launcher are.
+
+    Args:
+        own: the launcher of the replica's own device.
+        launcher: of another device of the replica.
+        group: the devices of its collectives.
+    """
+    token = own._ordering_token
+    if launcher is own or token is None or token is not slots.get(own, "token_of_packs"):
+        yield
+        return
+    with _as_packs(launcher, group):
+        yield
+
+
+@contextmanager
+def _as_packs(launcher, group: tuple[str, ...]) -> Iterator[None]:
+    token = launcher._ordering_token
+    launcher._ordering_token = _token_of_packs(launcher, group)
     try:
         yield
     finally:
         launcher._ordering_token = token
 
 
-def _token_of_packs(launcher) -> tf.Variable:
+def _token_of_packs(launcher, group: tuple[str, ...]) -> tf.Variable:
     kept = slots.of(launcher)
     if not hasattr(kept, "token_of_packs"):
         kept.token_of_packs = distribute.plain_variable(0.0, launcher._device, "token_of_packs")
-        slots.of(kept.token_of_packs.handle).token_of_others = launcher._ordering_token.handle
+        of_handle = slots.of(kept.token_of_packs.handle)
+        of_handle.token_of_others, of_handle.group = launcher._ordering_token.handle, group
     return kept.token_of_packs
 
 
@@ -64,7 +88,12 @@ def put_in_order(graph: tf.Graph) -> None:
 
     What calls a function with collectives counts as a collective, as it does for TensorFlow.
     """
-    devices = _collectives(graph)
+    for devices in _collectives(graph).values():
+        _put_in_order(graph, devices)
+
+
+def _put_in_order(graph: tf.Graph, devices: list[tuple[list[tf.Operation], list[tf.Operation]]]) -> None:
+    """`put_in_order` for the devices of one group."""
     if len({(len(others), len(packs)) for others, packs in devices}) == 1:
         places = [_places(devices)] * len(devices)
     else:  # where devices have no equal part, as in a two-level sum: Python's order, which all of them have
@@ -80,20 +109,19 @@ def put_in_order(graph: tf.Graph) -> None:
                 add_control_inputs(others[place + 1], [pack])
 
 
-def _collectives(graph: tf.Graph) -> list[tuple[list[tf.Operation], list[tf.Operation]]]:
-    """For each device with packs: its other collectives, and the packs, as Python made them."""
+def _collectives(graph: tf.Graph) -> dict[tuple, list[tuple[list[tf.Operation], list[tf.Operation]]]]:
+    """By group of devices, for each device with packs: its other collectives, and the packs, as Python made them."""
     captures = getattr(graph, "captures", ())
     inside = {id(token): placeholder for token, placeholder in captures}
-    pairs = [(slots.get(token, "token_of_others"), placeholder) for token, placeholder in captures]
-    pairs = [(inside.get(id(token)), packs) for token, packs in pairs if token is not None]
-    if not any(others is not None for others, _ in pairs):
-        return []
-    made = {operation: at for at, operation in enumerate(graph.get_operations())}
-    found = []
-    for of_others, of_packs in pairs:
+    tokens = [(token, packs) for token, packs in captures if slots.get(token, "token_of_others") is not None]
+    pairs = [(slots.of(token).group, inside.get(id(slots.of(token).token_of_others)), packs) for token, packs in tokens]
+    if not any(others is not None for _, others, _ in pairs):
+        return {}
+    made, found = {operation: at for at, operation in enumerate(graph.get_operations())}, {}
+    for group, of_others, of_packs in pairs:
         others = set() if of_others is None else set(of_others.consumers())
         packs = set(of_packs.consumers()) - others
-        found.append((sorted(others, key=made.get), sorted(packs, key=made.get)))
+        found.setdefault(group, []).append((sorted(others, key=made.get), sorted(packs, key=made.get)))
     return found
 
 
@@ -101,7 +129,8 @@ def _places(devices: list[tuple[list[tf.Operation], list[tf.Operation]]]) -> lis
     """After which of the other collectives each pack comes on all devices; -1: before all.
 
     It is the last one that the pack or an earlier pack needs on any device. No cycle arises: what needs a pack was made
-    after the pack, and so after the collectives that the pack needs.
+    after the pack, and so after the collectives that the pack needs. What it needs counts the order of the groups that
+    have theirs, so that none arises between groups either.
     """
     number_of = {each: number for others, _ in devices for number, each in enumerate(others)}
     places, seen, last = [], set(), -1

@@ -1,16 +1,17 @@
-"""All-reduces where the values are: among the devices that hold one stage of the model, or one shard of its layers.
+"""Collectives where the values are: among the devices that hold one stage of the model, or one shard of its layers.
 
 TensorFlow packs only values on the replicas' own devices. It sends each of the others there, sums it in a collective of
 its own, and sends the sum back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import tensorflow as tf
 from tensorflow.python.distribute import device_util
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 
-from tfgpu.compat import slots
+from tfgpu.compat import collective_order, distribute, slots
 
 Column = Sequence[tf.Tensor]
 """One value: its tensor on each replica."""
@@ -51,6 +52,13 @@ class DeviceGroups:
             self._reductions[held] = CollectiveAllReduce(held, len(held), options, self._keys)
         return held if held in self._reductions else own
 
+    @contextmanager
+    def launcher(self, group: tuple[str, ...], replica: int) -> Iterator[object]:
+        """Yields what makes a group's collectives on a replica's device; among packs, those of the block are packs."""
+        found = self._reductions[group]._launchers[replica]
+        with collective_order.packs_in_group(self._own._launchers[replica], found, group):
+            yield found
+
     def sum(
         self, columns: Sequence[Column], options: tf.distribute.experimental.CommunicationOptions
     ) -> list[list[tf.Tensor]]:
@@ -73,7 +81,8 @@ class DeviceGroups:
         with reduction._lock:
             for number, device in enumerate(group):
                 given = [_moved(column[number], device) for column in columns]
-                by_replica.append(reduction._all_reduce(tf.distribute.ReduceOp.SUM, given, number, options))
+                with self.launcher(group, number):
+                    by_replica.append(reduction._all_reduce(tf.distribute.ReduceOp.SUM, given, number, options))
         totals = zip(*by_replica, strict=True)
         return [
             [_moved(total, _device(value)) for total, value in zip(sums, column, strict=True)]
@@ -97,6 +106,12 @@ class DeviceGroups:
         )
 
 
+def moved_beside(found: tf.IndexedSlices, given: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Slices on the device of others."""
+    values, indices = (_moved(part, _device(given.values)) for part in (found.values, found.indices))
+    return tf.IndexedSlices(values, indices, found.dense_shape)
+
+
 def _has_divided_gpus() -> bool:
     """Whether a GPU is divided into several devices, between which NCCL does not work."""
     return len(tf.config.list_logical_devices("GPU")) > len(tf.config.list_physical_devices("GPU"))
@@ -111,5 +126,5 @@ def _moved(value: tf.Tensor, device: str) -> tf.Tensor:
     """A value on a device; an empty name leaves it where it is."""
     if not device or _device(value) == device:
         return value
-    with tf.device(device):
+    with distribute.on_device(device):
         return tf.identity(value)

@@ -136,9 +136,12 @@ def reduce_scatter(value: tf.Tensor, replica: int, options: object) -> tf.Tensor
     return _launch(_reduce_scatter, value, replica, options)[0]
 
 
-def all_gather(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
-    """The values of all ranks, concatenated along the first axis; arguments as for `all_to_all`."""
-    return _launch(collective_ops.all_gather_v2, value, replica, options)
+def all_gather(value: tf.Tensor, replica: int, options: object, launcher: object = None) -> tf.Tensor:
+    """The values of all ranks, concatenated along the first axis; arguments as for `all_to_all`.
+
+    A `launcher` other than that of the replica's own device gathers on its device (`device_groups`).
+    """
+    return _launch(collective_ops.all_gather_v2, value, replica, options, launcher)
 
 
 def _reduce_scatter(value, size, group, instance, communication_hint, timeout, ordering_token) -> tf.Tensor:
@@ -162,11 +165,13 @@ def broadcast_dtypes() -> tuple[tf.DType, ...]:
     return tuple(map(tf.as_dtype, allowed))
 
 
-def _launch(collective: Callable, value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
-    """Adds a collective, ordered after all others of this replica's device."""
-    launcher = collective_launcher(tf.distribute.get_strategy(), replica)
+def _launch(
+    collective: Callable, value: tf.Tensor, replica: int, options: object, launcher: object = None
+) -> tf.Tensor:
+    """Adds a collective, ordered after all others of its device."""
+    launcher = launcher or collective_launcher(tf.distribute.get_strategy(), replica)
     options = launcher._options.merge(options)
-    with tf.device(launcher._device):
+    with on_device(launcher._device):
         return collective(
             value,
             launcher._group_size,
@@ -176,6 +181,13 @@ def _launch(collective: Callable, value: tf.Tensor, replica: int, options: objec
             timeout=options.timeout_seconds,
             ordering_token=launcher._get_ordering_token(),
         )
+
+
+@contextmanager
+def on_device(name: str) -> Iterator[None]:
+    """Runs the operations of the block on a device, whatever function places those around it."""
+    with tf.device(None), tf.device(name):
+        yield
 
 
 def is_worker_failure(error: Exception) -> bool:

@@ -30,7 +30,7 @@ def all_reduce(
     Args:
         values: this replica's values, of any dtype; each sum has the dtype of its value.
         options: overrides the strategy's own options for these collectives.
-        in_groups: sum tensors on the devices where they are, which in a spread model are not only the replicas' own.
+        in_groups: sum values on the devices where they are, which in a spread model are not only the replicas' own.
     """
     present = [value for value in values if value is not None]
     if replica_context().num_replicas_in_sync > 1:
@@ -248,7 +248,7 @@ def _sum_by_collectives(values: list, options, in_groups: bool) -> list:
     found = {
         "dense": iter(sums[: len(dense)]),
         "few rows": map(exchange.from_dense, parts[::2], parts[1::2], few),
-        "many rows": iter(_sum_slices(many, options)),
+        "many rows": iter(_sum_slices(many, options, in_groups)),
     }
     return [next(found[form]) for form in forms]
 
@@ -291,14 +291,37 @@ def _sum_in_groups(values: list[tf.Tensor], options) -> list[tf.Tensor]:
         return list(replica.merge_call(add, args=tuple(values)))
 
 
-def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlices]:
+def _sum_slices(slices: list[tf.IndexedSlices], options, in_groups: bool) -> list[tf.IndexedSlices]:
     """All replicas' slices; if replicas cannot gather, TensorFlow's own way, a few collectives per table."""
     if not slices:
         return []
-    if not distribute.can_gather(replica_context().strategy):
+    strategy = replica_context().strategy
+    if not distribute.can_gather(strategy):
         traffic.note(slices)
         return _all_reduce(slices, options)
+    if in_groups and _groups(strategy) is not None:
+        return _gather_in_groups(slices, options)
     return exchange.gather(slices, lambda value: all_gather(value, options))
+
+
+def _gather_in_groups(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlices]:
+    """All replicas' slices of each table, where this replica's are."""
+    replica, found, by_group = replica_context(), [None] * len(slices), {}
+
+    def groups_of(strategy, *columns):
+        return [device_groups.of(strategy).group_of(strategy.experimental_local_results(each)) for each in columns]
+
+    with explained_merge_call():
+        groups = replica.merge_call(groups_of, args=tuple(each.values for each in slices))
+    for at, group in enumerate(groups):
+        by_group.setdefault(group, []).append(at)
+    for group, places in by_group.items():
+        given = [slices[at] for at in places]
+        with device_groups.of(replica.strategy).launcher(group, _number_in_process(replica)) as launcher:
+            gathered = exchange.gather(given, functools.partial(all_gather, options=options, launcher=launcher))
+        for at, each, own in zip(places, gathered, given, strict=True):
+            found[at] = device_groups.moved_beside(each, own)
+    return found
 
 
 def _all_reduce(values: list, options) -> list:
@@ -307,19 +330,24 @@ def _all_reduce(values: list, options) -> list:
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, values, communication_options(replica.strategy, options))
 
 
-def all_gather(value: tf.Tensor, options: tf.distribute.experimental.CommunicationOptions | None = None) -> tf.Tensor:
+def all_gather(
+    value: tf.Tensor,
+    options: tf.distribute.experimental.CommunicationOptions | None = None,
+    launcher: object = None,
+) -> tf.Tensor:
     """The values of all replicas, [replicas, *value.shape], in a graph; in the order of TensorFlow's ranks.
 
     Args:
         value: has the same shape on all replicas, and at least 16 bits per number.
         options: as for `all_reduce`.
+        launcher: of a group of devices (`device_groups`); None gathers on the replicas' own.
     """
     replica = replica_context()
     number = _number_in_process(replica)
     traffic.note([value])
     with step_context.outside_xla():
         bits = travel.to_carrier(value)[None]
-        found = distribute.all_gather(bits, number, communication_options(replica.strategy, options))
+        found = distribute.all_gather(bits, number, communication_options(replica.strategy, options), launcher)
         found = tf.ensure_shape(found, [replica.num_replicas_in_sync, *value.shape])
         found = tf.bitcast(found, value.dtype)
         index_origin.mark(found, alike=True)

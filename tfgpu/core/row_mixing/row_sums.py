@@ -1,5 +1,6 @@
 """Sums over replicas, and all replicas' rows in one tensor, with the gradients that one device has."""
 
+import contextlib
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -27,10 +28,10 @@ def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False) -> list[t
     weigh_at_end = facts is not None and not facts.loss_is_weighed
 
     def add(values: list) -> list:
-        return collectives.all_reduce(values)
+        return collectives.all_reduce(values, in_groups=True)
 
     def add_weighed(values: list) -> list:
-        sums = collectives.all_reduce([step_context.times_share(value) for value in values])
+        sums = add([step_context.times_share(value) for value in values])
         return [tf.math.divide_no_nan(total, tf.cast(facts.share, total.dtype)) for total in sums]
 
     function = _linear_apart if are_apart and len(values) > 1 else _linear
@@ -42,8 +43,12 @@ def _linear(forward: Callable[[list], list], backward: Callable[[list], list]) -
 
     @tf.custom_gradient
     def apply(*values):
-        # Who takes some rows of a sum (`tf.gather`) gives slices.
-        return forward(list(values)), lambda *upstream: _linear(backward, forward)(*map(tf.convert_to_tensor, upstream))
+        def gradient(*upstream):
+            upstream = [tf.convert_to_tensor(each) for each in upstream]  # slices, of some rows of a sum (`tf.gather`)
+            with _beside(upstream[0]):
+                return _linear(backward, forward)(*upstream)
+
+        return forward(list(values)), gradient
 
     return apply
 
@@ -65,7 +70,9 @@ def _linear_apart(forward: Callable[[list], list], backward: Callable[[list], li
                 places = sorted(came)
                 came.clear()  # a persistent tape may ask again, for another loss
                 function = _linear_apart if len(places) > 1 else _linear
-                found = dict(zip(places, function(backward, forward)(*(upstream[at] for at in places)), strict=True))
+                with _beside(upstream[places[0]]):
+                    sums = function(backward, forward)(*(upstream[at] for at in places))
+                found = dict(zip(places, sums, strict=True))
                 return [found.get(at) for at in range(len(upstream))]
 
             return forward(list(values)), gradient
@@ -73,6 +80,11 @@ def _linear_apart(forward: Callable[[list], list], backward: Callable[[list], li
         return [_noting(came, at, value) for at, value in enumerate(together(*values))]
 
     return apply
+
+
+def _beside(value: tf.Tensor) -> contextlib.AbstractContextManager:
+    """Runs the operations of the block where a tensor is: gradients have no device, and a replica may have several."""
+    return tf.device(value.device) if value.device else contextlib.nullcontext()
 
 
 def _noting(came: set[int], at: int, value: tf.Tensor) -> tf.Tensor:
