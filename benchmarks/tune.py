@@ -38,7 +38,7 @@ def run(seed: int, sampler: str, trials: int, parallel: int) -> dict:
     """
     from tfgpu import tune
     from tfgpu.recipes import recipe
-    from tfgpu.tune.report import best_so_far
+    from tfgpu.tune.results import best_so_far
 
     what = recipe.make({**RECIPE, "seed": seed, "split_seed": seed})
     begun = time.monotonic()

@@ -102,7 +102,7 @@ def _searched(words: list[str] | None, file: Path | None, *, allow_code: bool) -
 
 
 def _line(trial: Any) -> str:
-    from tfgpu.tune.report import setting_text
+    from tfgpu.tune.results import setting_text
 
     value = f"{trial.value:.4f}" if trial.value is not None else trial.status
     settings = " ".join(f"{name}={setting_text(setting)}" for name, setting in trial.settings.items())
@@ -111,7 +111,7 @@ def _line(trial: Any) -> str:
 
 
 def _show(console: Console, result: Any) -> None:
-    from tfgpu.tune.report import text_of
+    from tfgpu.tune.results import text_of
 
     console.print()
     console.print(_table(result, console.width))
@@ -126,12 +126,12 @@ def _show(console: Console, result: Any) -> None:
         f"best of {len(result.trials)} trials:   {result.monitor} {text_of(result.best.value, result.monitor)} "
         f"(selected by it, so optimistic), test error {tested}"
     )
-    console.print(f"{result.recipe_file}  {result.folder / 'report.html'}", markup=False)
+    console.print(str(result.recipe_file), markup=False)
 
 
 def _table(result: Any, width: int) -> Table:
     """The five best trials; one column per setting if `width` allows, else one for all."""
-    from tfgpu.tune.report import by_value, setting_text, text_of
+    from tfgpu.tune.results import by_value, setting_text, text_of
 
     rows = []
     for trial in by_value(result.trials)[:5]:

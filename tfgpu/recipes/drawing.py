@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 import matplotlib
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -21,16 +21,12 @@ INK, FAINT, FIRST, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
 _VARIABLES = {INK: "var(--muted)", FAINT: "var(--line)", FIRST: "var(--first)", SECOND: "var(--second)"}
 
 
-def environment(*packages: str) -> Environment:
-    """Returns the template environment of the pages; text is escaped and cleaned of secrets, since pages are shared.
-
-    Args:
-        packages: further packages with templates.
-    """
+def environment() -> Environment:
+    """Returns the template environment of the pages; text is escaped and cleaned of secrets, since pages are shared."""
     hide = Cleaner(os.environ).hide
     return Environment(
         finalize=lambda value: _visible(hide(value)) if type(value) is str else value,
-        loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "tfgpu.recipes")]),
+        loader=PackageLoader("tfgpu.recipes", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -43,14 +39,14 @@ def _visible(text: str) -> str:
     return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t" else c for c in text)
 
 
-def figure(width: float = 4.2, height: float = 2.5) -> tuple[Figure, Any]:
-    """Creates a transparent figure of this size in inches, and its axes."""
-    made = Figure(figsize=(width, height), layout="constrained")
+def figure() -> tuple[Figure, Any]:
+    """Creates a transparent figure, and its axes."""
+    made = Figure(figsize=(4.2, 2.5), layout="constrained")
     made.patch.set_alpha(0)
     return made, made.add_subplot()
 
 
-def style(axes: Any, ticks: Any = None, *, label: str = "epoch") -> None:
+def style(axes: Any, ticks: Any = None) -> None:
     """Applies the pages' style to axes; the horizontal one has integers."""
     axes.patch.set_alpha(0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -60,7 +56,7 @@ def style(axes: Any, ticks: Any = None, *, label: str = "epoch") -> None:
     axes.tick_params(colors=INK, length=0, labelsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_xlabel(label, color=INK, fontsize=9)
+    axes.set_xlabel("epoch", color=INK, fontsize=9)
     if ticks:
         axes.yaxis.set_major_formatter(ticks)
 

@@ -1,6 +1,6 @@
-"""The results of a study."""
+"""The results of a study, and their form on a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,3 +81,58 @@ def best_of(trials: tuple[TrialResult, ...]) -> TrialResult | None:
     if not complete:
         return None
     return min(complete, key=lambda t: (t.value, t.val_loss if t.val_loss is not None else float("inf"), t.number))
+
+
+def by_value(trials: Sequence[TrialResult]) -> list[TrialResult]:
+    """Sorts trials, the best first and incomplete ones last.
+
+    Example:
+        >>> trials = [TrialResult(0, "failed", {}), TrialResult(1, "complete", {}, 0.2)]
+        >>> [trial.number for trial in by_value(trials)]
+        [1, 0]
+    """
+    largest = float("inf")
+    return sorted(
+        trials,
+        key=lambda t: (
+            largest if t.value is None else t.value,
+            largest if t.val_loss is None else t.val_loss,
+            t.number,
+        ),
+    )
+
+
+def text_of(value: float | None, monitor: str) -> str:
+    """Formats a value; errors in percent.
+
+    Example:
+        >>> text_of(0.0278, "val_error"), text_of(0.0278, "val_loss")
+        ('2.78%', '0.0278')
+    """
+    if value is None:
+        return ""
+    return f"{value:.2%}" if monitor == "val_error" else f"{value:.4g}"
+
+
+def setting_text(value: Any) -> str:
+    """Formats a setting's value with few digits.
+
+    Example:
+        >>> setting_text(0.00123456), setting_text("adam")
+        ('0.00123', 'adam')
+    """
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def best_so_far(trials: Sequence[TrialResult]) -> list[tuple[int, float]]:
+    """The lowest value up to each complete trial, by the trial's number.
+
+    Example:
+        >>> best_so_far([TrialResult(0, "complete", {}, 0.3), TrialResult(1, "complete", {}, 0.4)])
+        [(0, 0.3), (1, 0.3)]
+    """
+    found: list[tuple[int, float]] = []
+    for trial in trials:
+        if trial.value is not None:
+            found.append((trial.number, min(trial.value, found[-1][1] if found else trial.value)))
+    return found

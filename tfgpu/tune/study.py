@@ -26,7 +26,7 @@ __all__ = ["StudyResult", "TrialResult", "study"]
 Progress = Callable[[TrialResult], None]
 ALIKE = 3
 """This many equal failures, before any trial is complete, end the study."""
-BEST, REPORT = "best.yaml", "report.html"
+BEST = "best.yaml"
 _WAIT_S = 0.05
 _GRACE_S = 10.0
 
@@ -57,7 +57,7 @@ def study(
     Args:
         recipe: the recipe that the trials modify: a `Recipe`, a file, or the name of a ready recipe. None takes the
             default recipe, or that of the resumed study.
-        folder: the folder for `journal.log`, `trials/`, `best.yaml`, `report.html`.
+        folder: the folder for `journal.log`, `trials/`, `best.yaml`.
         trials: the number of trials, including those of earlier starts.
         search: settings with their values, see `parse_search`; None takes `default_space`.
         parallel: the number of concurrent trials. Above 1, each gets its own GPU or, without GPUs, a share of the
@@ -214,8 +214,6 @@ class _Study:
             )
 
     def _finish(self) -> StudyResult:
-        from tfgpu.tune.report import render
-
         found = self._results()
         best = best_of(found)
         if best is None:
@@ -232,7 +230,7 @@ class _Study:
         )
         text = yaml.safe_dump(what.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         atomic.write_text(self._folder / BEST, head + text)
-        result = StudyResult(
+        return StudyResult(
             folder=self._folder,
             monitor=self._spec.monitor,
             trials=found,
@@ -243,8 +241,6 @@ class _Study:
             own_test_accuracy=own.test_accuracy if own else None,
             importances=self._journal.importances(),
         )
-        atomic.write_text(self._folder / REPORT, render(result, self._spec))
-        return result
 
 
 class _Running(NamedTuple):

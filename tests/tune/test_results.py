@@ -5,15 +5,7 @@ import pytest
 from rich.console import Console
 
 from tfgpu.cli import tune
-from tfgpu.recipes.recipe import Recipe
-from tfgpu.tune.report import best_so_far, by_value, render
-from tfgpu.tune.results import StudyResult, TrialResult, best_of
-from tfgpu.tune.space import parse_search
-from tfgpu.tune.spec import StudySpec
-
-SPACE = parse_search(
-    ["learning_rate=1e-5..1e-1:log", "global_batch=16..512:powers", "optimizer=adam,<b>", "dropout=0..1"]
-)
+from tfgpu.tune.results import StudyResult, TrialResult, best_of, best_so_far, by_value
 
 
 def trial(number, status="complete", value=None, val_loss=None, **more):
@@ -54,30 +46,6 @@ def test_among_equals_the_best_has_the_least_loss():
 
 def test_the_best_so_far_never_rises():
     assert best_so_far(TRIALS) == [(0, 0.3), (2, 0.1), (4, 0.1)]
-
-
-def test_the_page_has_what_was_tried_and_escapes_it():
-    page = render(result(), StudySpec(Path("study"), Recipe(model="mlp"), SPACE))
-    for text in (
-        "mlp on digits: 5 trials",
-        "10.00%",
-        "12.50%",
-        "37.50%",
-        "3 of 5",
-        "1 diverged, 1 pruned",
-        "optimistic",
-    ):
-        assert text in page
-    assert "The loss became &lt;nan&gt;." in page and "<nan>" not in page and "<b>" not in page
-    assert page.count("<svg") == 3 + len(SPACE) and "http" not in page.replace("http://www.w3.org", "")
-    assert 'href="trials/0004/report.html"' in page and 'href="trials/0001' not in page
-
-
-@pytest.mark.parametrize("value", [0.0, 0.3])
-def test_the_page_of_a_single_trial(value):
-    trials = (trial(0, value=value, val_loss=1.0, epochs={1: value}),)
-    page = render(result(trials, importances={}), StudySpec(Path("s"), Recipe(model="mlp"), SPACE, monitor="val_loss"))
-    assert "What mattered" not in page
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
