@@ -112,7 +112,7 @@ _ALL += [Row("blocks", "one", path, option="tensor") for path in ("evaluate", "p
 _ALL += [Row("language", "one", precision="mixed_float16", option="sequence")]
 _ALL += [Row("blocks", "one", precision="mixed_float16", option="tensor")]
 _ALL += [Row("language", "mirrored-2", option=f"data-{axis}") for axis in ("tensor", "pipeline", "sequence")]
-_ALL += [Row("blocks", "mirrored-2", option="data-tensor")]
+_ALL += [Row(model, "mirrored-2", option="data-tensor") for model in ("blocks", "cnn")]
 _FAST = {
     "fit cnn mirrored-2 float32 even",
     "fit language one float32 even",

@@ -27,6 +27,16 @@ def cnn(policy="float32"):
     return tfgpu.models.cnn((8, 8, 1), 4, filters=(4, 8), convolutions=1, units=8, dropout=0.2)
 
 
+def convolved(policy="float32"):
+    """Convolutions with biases: a causal one, one with strides, and one of sizes that take it whole."""
+    inputs = keras.Input((12, 4))
+    x = keras.layers.Conv1D(8, 3, padding="causal", dilation_rate=2, activation="relu", dtype=policy)(inputs)
+    x = keras.layers.Conv1D(6, 3, padding="causal", activation="tanh", name="causal", dtype=policy)(x)
+    x = keras.layers.Conv1D(8, 2, strides=2, name="strided", dtype=policy)(x)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, keras.layers.Dense(4, name="last", dtype="float32")(x))
+
+
 def transformer(policy="float32"):
     return tfgpu.models.transformer((6,), 4, width=8, heads=2, depth=2, dropout=0.1, attention_dropout=0.1)
 
@@ -50,6 +60,7 @@ def tied(policy="float32"):
 MODELS = {
     mlp: ((8,), "float32", ()),
     cnn: ((8, 8, 1), "float32", ()),
+    convolved: ((12, 4), "float32", ()),
     transformer: ((6,), "int32", (6,)),
     masked: ((6,), "int32", (6,)),
     tied: ((6,), "int32", (6,)),

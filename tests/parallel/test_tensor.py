@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from spread_models import assert_equal, cnn, data_for, fit, made, masked, mlp, on_one_device, transformer
+from spread_models import assert_equal, cnn, convolved, data_for, fit, made, masked, mlp, on_one_device, transformer
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint
@@ -33,6 +33,8 @@ CASES = {
     ),
     "float16": (mlp, {"policy": "mixed_float16"}, {}, mesh(tensor=2)),
     "channels and batch normalization": (cnn, {}, {}, mesh(tensor=2)),
+    "convolutions with biases": (convolved, {}, {}, mesh(tensor=2)),
+    "convolutions in float16": (convolved, {"policy": "mixed_float16"}, {}, mesh(tensor=2)),
     "transformer": (transformer, {"weights": None}, {}, mesh(tensor=2)),
     "mask": (masked, {"weights": None}, {"plan": {"last": "column"}}, mesh(tensor=2)),
     "data x tensor": (cnn, {}, {}, mesh(data=2, tensor=2)),

@@ -115,13 +115,35 @@ def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None
     return kernel.index(letters[0]), at
 
 
+def is_convolution(layer: keras.layers.Layer) -> bool:
+    """Whether a layer is one of the convolutions that can be split."""
+    return type(layer) in (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+
+def convolved(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
+    """What a convolution computes with some of its filters; Keras's `call` needs a bias of `layer.filters` numbers."""
+    return finished(layer, term(layer, inputs))
+
+
 def term(layer: keras.layers.Layer, value: tf.Tensor) -> tf.Tensor:
     """What a row-parallel layer computes from its part of the input: a term of the sum, without bias and activation."""
     if isinstance(layer, keras.layers.Dense):
         return keras.ops.matmul(value, layer.kernel)
     if isinstance(layer, keras.layers.EinsumDense):
         return keras.ops.einsum(layer.equation, value, layer.kernel)
-    return layer.convolution_op(value, tf.convert_to_tensor(layer.kernel))
+    kernel = tf.convert_to_tensor(layer.kernel)
+    if layer.padding != "causal":
+        return layer.convolution_op(value, kernel)
+    padding, positions = [[0, 0]] * 3, 1 if layer.data_format == "channels_last" else 2
+    padding[positions] = [layer.dilation_rate[0] * (layer.kernel_size[0] - 1), 0]
+    return keras.ops.conv(
+        keras.ops.pad(value, padding),
+        kernel,
+        strides=list(layer.strides),
+        padding="valid",
+        data_format=layer.data_format,
+        dilation_rate=layer.dilation_rate,
+    )
 
 
 def finished(layer: keras.layers.Layer, total: tf.Tensor) -> tf.Tensor:

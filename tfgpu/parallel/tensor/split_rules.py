@@ -15,7 +15,6 @@ STYLES = {
 
 ATTENTION = (keras.layers.MultiHeadAttention,)
 _LINEAR = (keras.layers.Dense, keras.layers.EinsumDense)
-_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 _ELEMENTWISE_LAYERS = (
     keras.layers.Activation,
     keras.layers.ReLU,
@@ -48,7 +47,7 @@ _SUMS = (type(None), keras.regularizers.L1, keras.regularizers.L2, keras.regular
 
 
 def is_linear(operation) -> bool:
-    return type(operation) in (*_LINEAR, *_CONVOLUTIONS)
+    return type(operation) in _LINEAR or axes.is_convolution(operation)
 
 
 def sizes(layer: keras.layers.Layer) -> dict[str, tuple[int, str]]:
@@ -58,7 +57,7 @@ def sizes(layer: keras.layers.Layer) -> dict[str, tuple[int, str]]:
     if type(layer) is keras.layers.EinsumDense:
         found = {style: (axes.einsum_size(layer, style), f"{style}s") for style in ("column", "row")}
         return {style: size for style, size in found.items() if size[0]}
-    if type(layer) in _CONVOLUTIONS and layer.groups == 1:
+    if axes.is_convolution(layer) and layer.groups == 1:
         shape = layer.kernel.shape
         return {"column": (shape[-1], "filters"), "row": (shape[-2], "channels")}
     if type(layer) in ATTENTION and layer.activity_regularizer is None:

@@ -12,6 +12,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, shard_patches
+from tfgpu.parallel.tensor import axes
 from tfgpu.parallel.tensor.axes import VariableSplit
 from tfgpu.parallel.tensor.local_shards import FirstTermBias, LocalShard
 
@@ -40,6 +41,8 @@ def split_variables(
         shard_patches.mark_shards(shards, sharded_variable.AxisSharding(split.axis), variable.path)
         object.__setattr__(layer, split.attribute, LocalShard(shards))
     _replace(layer, shards_of)
+    if axes.is_convolution(layer):
+        object.__setattr__(layer, "call", functools.partial(axes.convolved, layer))
     if not getattr(layer, "lora_enabled", False):  # whose class saves the sum of the kernel and LoRA's product
         shard_patches.save_merged(layer)
     for name in ("enable_lora", "quantize"):
