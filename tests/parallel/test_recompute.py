@@ -352,6 +352,24 @@ def test_bad_input(make, arguments, message):
         recompute(make(), where, **options)
 
 
+def of_any_length():
+    inputs = keras.Input((None, 4))
+    x = keras.layers.Dense(8, "relu", name="first")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(4, name="last")(keras.layers.Dense(8, "relu", name="second")(x)))
+
+
+@pytest.mark.parametrize("options", [("blocks", {}), ("auto", {"memory": "1MB"})], ids=["blocks", "auto"])
+def test_a_batch_says_the_size_of_an_input_also_in_a_strategys_scope(options):
+    where, more = options
+    with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        with pytest.raises(tfgpu.InputError, match="Give a `batch`"):
+            recompute(of_any_length(), where, **more)
+        model = recompute(of_any_length(), where, batch=np.zeros((8, 6, 4), "float32"), **more)
+        model.compile("sgd", "mse")
+    x = np.ones((8, 6, 4), "float32")
+    assert np.isfinite(model.fit(x, x, 4, verbose=0).history["loss"]).all()
+
+
 @pytest.mark.parametrize("where", ["blocks", ["first"]])
 def test_a_pipeline_refuses_a_recomputed_model(where):
     with pytest.raises(tfgpu.InputError, match="already given to `recompute`"):

@@ -299,6 +299,22 @@ def test_a_loss_by_chunks_of_tokens_learns_what_all_logits_teach(make):
         np.testing.assert_allclose(there, here, atol=1e-5, rtol=1e-5)
 
 
+def test_a_task_that_has_compiled_itself_is_recomputed():
+    pytest.importorskip("keras_hub")
+    x, y, weights = next_words()
+    found = []
+    for change in (lambda model: model, lambda model: tfgpu.parallel.recompute(model, batch=x)):
+        keras.utils.set_random_seed(1)
+        backbone = hub().LlamaBackbone(WORDS, num_query_heads=2, num_key_value_heads=1, dropout=0.1, **HEADS)
+        model = compiled(change(hub().LlamaCausalLM(backbone, preprocessor=None)))
+        model.fit(x, y, BATCH, sample_weight=weights, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    with pytest.raises(tfgpu.InputError, match="before `compile`"):
+        tfgpu.parallel.recompute(model, batch=x)
+    for mine, other in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
 def test_parts_of_a_sequence_learn_what_one_device_learns(make):
     pytest.importorskip("keras_hub")

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import variables
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 
@@ -47,17 +48,17 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
     found, seen = [], set()
     for call in model_graph.calls(model):
         seconds = _time(call, values)
-        variables = [v for layer in call.layers for v in layer.variables if id(v) not in seen]
-        seen.update(map(id, variables))
+        new = [v for layer in call.layers for v in layer.variables if id(v) not in seen]
+        seen.update(map(id, new))
         results = sum(_bytes(values[id(tensor)]) for tensor in call.outputs)
-        found.append(Cost(call.name, sum(map(_bytes, variables)), results, seconds))
+        found.append(Cost(call.name, sum(map(_bytes, new)), results, seconds))
     return found
 
 
 def _time(call: model_graph.Call, values: dict) -> float:
     """Runs a call and its gradient; adds the call's results to the values."""
     inputs = [values[id(tensor)] for tensor in call.inputs]
-    weights = [v.value for layer in call.layers for v in layer.trainable_variables]
+    weights = [variables.own_copy(v.value) for layer in call.layers for v in layer.trainable_variables]
 
     @tf.function(autograph=False)
     def step(*given):

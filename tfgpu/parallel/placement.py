@@ -190,19 +190,19 @@ def _found(path: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] 
     return None
 
 
+def has_default_compile(model: keras.Model) -> bool:
+    """Whether a model is a task of KerasHub, which compiles itself when it is made, and has not been trained."""
+    is_task = any(owner.__module__.startswith("keras_hub.") for owner in type(model).__mro__)
+    optimizer = getattr(model, "optimizer", None)
+    return is_task and optimizer is not None and not optimizer.built
+
+
 def forget_default_compile(model: keras.Model) -> None:
     """Makes a task of KerasHub, which compiles itself when it is made, one that is to be compiled.
 
     Its optimizer would belong to no strategy. `fit` without `compile` then raises Keras's error.
     """
-    is_task = any(owner.__module__.startswith("keras_hub.") for owner in type(model).__mro__)
-    optimizer = getattr(model, "optimizer", None)
-    if (
-        is_task
-        and optimizer is not None
-        and not optimizer.built
-        and not replication.is_replicated(model.distribute_strategy)
-    ):
+    if has_default_compile(model) and not replication.is_replicated(model.distribute_strategy):
         model.compiled, model.optimizer = False, None
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tfgpu.core.error_messages import in_units
 from tfgpu.errors import InputError, whole_number
-from tfgpu.parallel import costs, model_graph
+from tfgpu.parallel import costs, model_graph, placement
 from tfgpu.parallel.planning import hardware
 from tfgpu.parallel.rematerialization import budget, recomputed_layers, saved_tensors
 
@@ -86,7 +86,7 @@ def _check(model: keras.Model, where, memory, rows, batch) -> None:
         whole_number("rows", rows)
     if rows is not None and batch is not None:
         raise InputError("Give `rows` or `batch`, not both: a batch has its own number of rows.")
-    if getattr(model, "compiled", False):
+    if getattr(model, "compiled", False) and not placement.has_default_compile(model):
         raise InputError("The model is already compiled. Call `recompute` before `compile`.")
     if not model.built:
         raise InputError(f"{model.name!r} is not built. Call it on a batch first, or begin it with keras.Input.")

@@ -109,6 +109,6 @@ def check_not_recomputed(model: keras.Model) -> None:
     """
     if any(is_recomputed(layer) for layer in [model, *model_graph.layers_within(model).values()]):
         raise InputError(
-            "The model was already given to `recompute`. Build a new model, and name all layers in one call; for a "
-            "pipeline, choose with `pipeline(recompute=...)`."
+            "The model was already given to `recompute`. Build a new model, and call `recompute` once, for all layers, "
+            "after `apply` or `shard`; for a pipeline, choose with `pipeline(recompute=...)`."
         )

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import variables
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 
@@ -76,8 +77,9 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> SavedTensors:
         InputError: the model has no graph, or an input has an unknown size and no batch was given.
     """
     graph, calls = model_graph.functional(model), model_graph.calls(model)
-    specs = [_spec(tensor, rows) for tensor in graph.inputs]
-    if batch is not None:
+    if batch is None:
+        specs = [_spec(tensor, rows) for tensor in graph.inputs]
+    else:
         specs = [tf.TensorSpec(np.shape(x), t.dtype) for x, t in zip(tf.nest.flatten(batch), graph.inputs, strict=True)]
     found: list[tuple] = []
 
@@ -113,7 +115,7 @@ def _trace_call(call: model_graph.Call, values: dict) -> Tensors:
         model_graph.run([call], values, model_graph.in_training)
     made = [value for value in (values[id(tensor)] for tensor in call.outputs) if value.dtype.is_floating]
     forward = len(graph.get_operations())
-    weights = [v.value for v in getattr(call.operation, "trainable_variables", ())]
+    weights = [variables.own_copy(v.value) for v in getattr(call.operation, "trainable_variables", ())]
     if made:
         tape.gradient(made, [*floats, *weights])
     operations = graph.get_operations()
