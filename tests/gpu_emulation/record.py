@@ -10,6 +10,7 @@ A diff of `table.json` shows what a change does on GPUs, under the name of the r
 import argparse
 import difflib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -20,7 +21,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FILE = HERE / "table.json"
 LIMIT_S = 180
-"""For a row, at most."""
+"""So long may the processes of a row stand still."""
+LEAST_CPU_S = 10
+"""CPU time that they use in `LIMIT_S` if they do not: on a busy machine a row takes long."""
 ORDER = "collectives of a GPU"
 DEVICES = {"local": 9, "workers": 5}  # the host and its GPUs, in each process
 
@@ -45,9 +48,9 @@ def trace(names: list[str], kind: str) -> dict[str, dict]:
             batch = left[:1] if kind == "workers" else left  # in a process's next strategy, workers may hang
             processes = _start(batch, kind, file)
             try:
-                processes[0].wait(LIMIT_S * len(batch))  # it writes the rows; its peer may wait for it
+                _wait(processes[0], processes)  # it writes the rows; its peer may wait for it
                 if processes[1:] and not _failed(file):
-                    processes[1].wait(LIMIT_S)
+                    _wait(processes[1], processes)
             except subprocess.TimeoutExpired:
                 pass  # the first row that has no result is the one that hangs
             finally:
@@ -64,6 +67,32 @@ def trace(names: list[str], kind: str) -> dict[str, dict]:
             found[left[0]] = {"error": f"exit codes {[process.returncode for process in processes]}"}
         left = [name for name in left if name not in found]
     return found
+
+
+def _wait(process: subprocess.Popen, processes: list[subprocess.Popen]) -> None:
+    """Waits for the end of one of some processes.
+
+    Raises:
+        subprocess.TimeoutExpired: they stand still.
+    """
+    while True:
+        before = [_cpu_seconds(each) for each in processes]
+        try:
+            process.wait(LIMIT_S)
+            return
+        except subprocess.TimeoutExpired:
+            now = [_cpu_seconds(each) for each in processes]
+            used = [after - earlier for after, earlier in zip(now, before, strict=True) if earlier < math.inf]
+            if sum(used) < LEAST_CPU_S:
+                raise
+
+
+def _cpu_seconds(process: subprocess.Popen) -> float:
+    """CPU time that a process has used; infinite once it has ended, so that an end counts as work."""
+    if process.poll() is not None:
+        return math.inf
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _others(file: Path) -> Path:
