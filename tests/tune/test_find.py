@@ -110,7 +110,7 @@ def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
     assert "TensorFlow" not in done.stderr and "WARNING" not in done.stderr, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     folder = tmp_path / "a/found"
-    assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "recipe.yaml", "result.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["recipe.yaml", "result.json"]
     result, made = (
         json.loads((folder / "result.json").read_text()),
         yaml.safe_load((folder / "recipe.yaml").read_text()),

@@ -38,7 +38,7 @@ _ROWS = 10
 PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
 _Output = _run(
     Path | None,
-    "A folder for plot.png, result.json and recipe.yaml. The last is for `tfgpu train`.",
+    "A folder for result.json, recipe.yaml (for `tfgpu train`) and, of learning-rate, plot.png.",
     *("--output", "-o"),
     metavar="DIR",
 )
@@ -107,9 +107,8 @@ def find_batch_size(
         raise typer.Exit(130) from None
     result = _finite(found.as_json())
     if folder is not None:
-        start_tensorflow(debug=debug)
         head = f"# The fastest of {len(found.tries)} batches tried with {found.device}: {found.fastest}.\n"
-        _write(folder, result, found.recipe, head, found.plot)
+        _write(folder, result, found.recipe, head)
     if put_json(result, as_json=as_json, json_to=json_to):
         return
     console = Console(highlight=False)
@@ -175,11 +174,12 @@ def _folder(output: Path | None) -> Path | None:
     return output
 
 
-def _write(folder: Path, result: Mapping[str, Any], recipe: recipes.Recipe | None, head: str, plot: Any) -> None:
+def _write(folder: Path, result: Mapping[str, Any], recipe: recipes.Recipe | None, head: str, plot: Any = None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic.replacing(folder / PLOT) as aside:
-            plot(aside)
+        if plot is not None:
+            with atomic.replacing(folder / PLOT) as aside:
+                plot(aside)
         atomic.write_text(folder / RESULT, json.dumps(_finite(result), indent=2) + "\n")
         if recipe is not None:
             text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
