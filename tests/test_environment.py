@@ -23,21 +23,20 @@ def fresh(code: str) -> list[str]:
 def test_the_setters_take_effect_and_none_of_them_starts_the_devices():
     lines = fresh("""
 print(environment.is_initialized(), [d.name for d in environment.devices()])
-environment.set_threads(inter=3, intra=2)
 environment.set_logical_devices(3)
 environment.set_visible_devices(0)
 environment.set_seed(7)
 print([d.name for d in environment.devices("CPU")], [d.physical for d in environment.devices("CPU")])
-print(environment.is_initialized(), tf.config.threading.get_intra_op_parallelism_threads())
+print(environment.is_initialized())
 print([d.name for d in tf.config.list_logical_devices()])
-print(tf.config.threading.get_inter_op_parallelism_threads(), environment.is_initialized())
+print(environment.is_initialized())
 """)
     assert lines == [
         "False ['CPU:0']",
         "['CPU:0', 'CPU:1', 'CPU:2'] ['CPU:0', 'CPU:0', 'CPU:0']",
-        "False 2",
+        "False",
         "['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']",
-        "3 True",
+        "True",
     ]
 
 
@@ -53,10 +52,9 @@ def test_the_memory_setters_need_a_gpu_and_say_so():
     "setter",
     [
         lambda: environment.set_logical_devices(7),
-        lambda: environment.set_threads(inter=7),
         lambda: environment.set_visible_devices([], kind="CPU"),
     ],
-    ids=["logical", "threads", "visible"],
+    ids=["logical", "visible"],
 )
 def test_too_late_is_an_error_that_names_the_fix(setter):
     tf.constant(0)
@@ -84,7 +82,6 @@ def test_devices_are_facts_in_tensorflows_order():
         (lambda: environment.set_logical_devices(2, "GPU"), "need `memory_bytes`"),
         (lambda: environment.set_logical_devices(2, "TPU"), "Unknown device kind 'TPU'"),
         (lambda: environment.set_memory_limit(1000), "from 1048576"),
-        (lambda: environment.set_threads(intra=-1), "`intra` must be"),
         (lambda: environment.set_visible_devices(3), "this machine has 0 GPU"),
         (lambda: environment.set_visible_devices(-1), "`chosen` must be"),
         (lambda: environment.set_visible_devices(1.0), "`chosen` must be"),

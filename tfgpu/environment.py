@@ -1,4 +1,4 @@
-"""What this process may use: devices, GPU memory, logical devices, threads, seeds. Public `tf.config` only.
+"""What this process may use: devices, GPU memory, logical devices, seeds. Public `tf.config` only.
 
 TensorFlow fixes these when it starts its devices, which the first operation, variable or strategy does.
 A setter that comes later raises a `MachineError` instead of having no effect. Nothing here starts them.
@@ -210,27 +210,6 @@ def set_logical_devices(count: int, kind: str = "CPU", *, memory_bytes: int | No
     with _in_time("set_logical_devices"):
         parts = [tf.config.LogicalDeviceConfiguration(limit) for _ in range(count)]
         tf.config.set_logical_device_configuration(physical[0], parts)
-
-
-def set_threads(*, inter: int | None = None, intra: int | None = None) -> None:
-    """Sets the sizes of TensorFlow's CPU thread pools.
-
-    Args:
-        inter: how many operations may run at once; 0 lets TensorFlow choose; `None` leaves it.
-        intra: how many threads one operation may use; 0 and `None` as above.
-
-    Raises:
-        InputError: a negative count.
-        MachineError: TensorFlow has started its devices.
-    """
-    for name, count in (("inter", inter), ("intra", intra)):
-        if count is not None:
-            whole_number(name, count, minimum=0)
-    with _in_time("set_threads"):
-        if inter is not None:
-            tf.config.threading.set_inter_op_parallelism_threads(inter)
-        if intra is not None:
-            tf.config.threading.set_intra_op_parallelism_threads(intra)
 
 
 def set_seed(seed: int, deterministic: bool = True) -> None:

@@ -21,7 +21,7 @@ import json, sys
 import numpy as np, tensorflow as tf
 import tfgpu
 tfgpu.environment.set_logical_devices(4)
-tfgpu.environment.set_threads(inter=16)
+tf.config.threading.set_inter_op_parallelism_threads(16)
 from benchmarks.pipeline import made
 from tfgpu.parallel import picture
 schedule, stages, microbatches, devices, seconds = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])

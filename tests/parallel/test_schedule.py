@@ -5,13 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfgpu.errors import InputError
-from tfgpu.parallel.pipeline.schedule import Cell, bound, forward, idle_share, live, needs, timed, training
+from tfgpu.parallel.pipeline.schedule import Cell, bound, forward, live, needs, timed, training
 
 STAGES, MICROBATCHES = st.integers(1, 6), st.integers(1, 12)
 
 
 def cost(cell):
     return 2.0 if cell.backward else 1.0
+
+
+def idle_share(cells, devices):
+    """The share of the devices' time in which they wait."""
+    span = max(one.end for one in cells) - min(one.start for one in cells)
+    return 1 - sum(one.end - one.start for one in cells) / (span * devices)
 
 
 def check(rows, stages, microbatches, devices, kinds=(False, True)):

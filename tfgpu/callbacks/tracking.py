@@ -232,7 +232,6 @@ class _Wandb:
 
 
 _TRACKERS: dict[str, Callable[..., _Run]] = {"mlflow": _Mlflow, "wandb": _Wandb}
-TRACKERS = tuple(_TRACKERS)
 
 
 def check(tracker: str) -> None:

@@ -298,11 +298,6 @@ def full_device_name(name: str) -> str:
     return device_util.canonicalize(name)
 
 
-def resolved_device_name(name: str) -> str:
-    """A device's name, completed from the current scope."""
-    return device_util.resolve(name)
-
-
 def global_seed() -> int | None:
     """The seed that `tf.random.set_seed` has set, or None."""
     return eager_context.global_seed()

@@ -11,9 +11,6 @@ from tfgpu.compat import datasets
 from tfgpu.core.worker_rows import Ranges
 from tfgpu.errors import InputError
 
-Pieces = Sequence[tuple[int, int]]
-"""First row and number of rows of each part, as `Ranges.pieces` has them."""
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -111,12 +111,6 @@ def needs(cell: Cell, stages: int, rows: list[list[Cell]] | None = None) -> list
     return found + ([Cell(cell.stage + 1, cell.micro, True)] if cell.stage + 1 < stages else [])
 
 
-def idle_share(cells: list[Timed], devices: int) -> float:
-    """The share of the devices' time in which they wait."""
-    span = max(one.end for one in cells) - min(one.start for one in cells)
-    return 1 - sum(one.end - one.start for one in cells) / (span * devices)
-
-
 def bound(stages: int, microbatches: int) -> float:
     """The idle share of `gpipe` and `1f1b` with stages of equal cost: `(S - 1) / (M + S - 1)`."""
     return (stages - 1) / (microbatches + stages - 1)
