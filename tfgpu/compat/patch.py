@@ -8,7 +8,6 @@ still needed. `installed()` lists all active patches; `tfgpu doctor` prints them
 
 import ast
 import functools
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -203,17 +202,11 @@ def _record(patch: Patch) -> None:
         )
 
 
-@functools.cache
-def known() -> dict[str, dict[str, list[str]]]:
-    """Target -> fingerprint -> the versions that have it."""
-    return json.loads(Path(__file__).with_name("fingerprints.json").read_text(encoding="utf-8"))
-
-
 def _source(target: str, stock: Callable, owner: object) -> str:
     if target not in targets.TARGETS or targets.locate(target)[0] is not owner:  # a user's class of that name
         return "unlisted"
     found = targets.fingerprint(stock)
-    return "tried" if found is None or found in known().get(target, {}) else "changed"
+    return "tried" if found is None or found in targets.FINGERPRINTS.get(target, {}) else "changed"
 
 
 def _missing(target: str, owner: object) -> str:

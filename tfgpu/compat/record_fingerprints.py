@@ -1,12 +1,13 @@
 """Adds the fingerprints of the installed versions to `fingerprints.json`: `python -m tfgpu.compat.record_fingerprints`.
 
-Run it without active repairs, once for each supported version. It prints the targets that the version lacks.
+A new target is first added there, as `"Owner._function": {}`. Run it without active repairs, once for each supported
+version. It prints the targets that the version lacks.
 """
 
 import json
 from pathlib import Path
 
-from tfgpu.compat import patch, targets, versions
+from tfgpu.compat import targets, versions
 
 
 def main() -> None:
@@ -14,7 +15,7 @@ def main() -> None:
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
 
-    found = {target: dict(seen) for target, seen in patch.known().items() if target in targets.TARGETS}
+    found = {target: dict(seen) for target, seen in targets.FINGERPRINTS.items()}
     for target in targets.TARGETS:
         owner, name = targets.locate(target)
         stock = getattr(owner, name, None)
@@ -27,7 +28,7 @@ def main() -> None:
         if mark is not None:
             seen = found.setdefault(target, {}).setdefault(mark, [])
             seen[:] = sorted({*seen, versions.here(library)})
-    path = Path(patch.__file__).with_name("fingerprints.json")
+    path = Path(targets.__file__).with_name("fingerprints.json")
     path.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
 
 
