@@ -304,6 +304,7 @@ def test_a_step_that_mixes_rows_is_one_device_s(make, caplog):
     assert_alike(alone, spread)
     said = [record.getMessage() for record in caplog.records if "`" + make.__name__ in record.getMessage()]
     assert len(said) == 1 and SEEN in said[0].lower()
+    assert make is Words or "could not be tried" not in said[0]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Which rows of the global batch a replica holds: known from the data, or from a small collective between replicas."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -19,11 +19,13 @@ class GivenRows:
     Attributes:
         local: their number, int32 scalar.
         graph: the graph in which the replica began; None if it runs eagerly.
+        scalar_ways: by metric, how it counts one number (`row_mixing.scalar_updates`).
         range: which rows of the global batch they are, once the replicas have exchanged their numbers of rows.
     """
 
     local: tf.Tensor
     graph: tf.Graph | None
+    scalar_ways: Mapping[str, str]
     range: RowRange | None = None
 
 
@@ -42,10 +44,15 @@ def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = Non
 
 
 @contextlib.contextmanager
-def given(local: tf.Tensor) -> Iterator[None]:
-    """Inside the block, this replica holds `local` rows of a batch; for use outside a step."""
+def given(local: tf.Tensor, scalar_ways: Mapping[str, str]) -> Iterator[None]:
+    """Inside the block, this replica holds `local` rows of a batch; for use outside a step.
+
+    Args:
+        local: int32 scalar.
+        scalar_ways: as in `GivenRows`.
+    """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    with step_context.scope(given_rows=GivenRows(local, graph)):
+    with step_context.scope(given_rows=GivenRows(local, graph, scalar_ways)):
         yield
 
 

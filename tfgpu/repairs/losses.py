@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfgpu.compat import targets
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, collectives, replication, step_context
+from tfgpu.core.row_mixing import scalar_updates
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -108,18 +109,19 @@ def compare_classes_on_device() -> None:
 
 
 def weigh_scalar_metrics() -> None:
-    """Makes a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once per replica."""
+    """Makes a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once per replica.
+
+    In a step it is a mean over the replica's rows; in a loop by hand a trial shows what it is.
+    """
 
     for name in ("Mean", "Sum"):
 
         @wrap(f"{name}.update_state")
         def update_state(stock, self, values, sample_weight=None):
-            if (
-                step_context.step() is None
-                or len(getattr(values, "shape", ())) != 0
-                or isinstance(values, (list, tuple))
-            ):
+            if len(getattr(values, "shape", ())) != 0 or isinstance(values, (list, tuple)):
                 return stock(self, values, sample_weight)
+            if step_context.step() is None:
+                return scalar_updates.update(stock, self, values, sample_weight)
             values, share = tf.convert_to_tensor(values), step_context.share()
             if sample_weight is None:
                 sample_weight = share

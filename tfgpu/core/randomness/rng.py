@@ -89,13 +89,16 @@ def _wrap_run() -> None:
             observe(self, fn, args, kwargs or {})
         fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then has nothing left to convert
         choices, python = [], replica_attributes.PythonState()
-        changes = slots.get(self, "changes_in_python", {}).get(getattr(body, "__code__", None), ())
+        code = getattr(body, "__code__", None)
+        changes = slots.get(self, "changes_in_python", {}).get(code, ())
+        scalar_ways = slots.get(self, "scalar_ways", {}).get(code, {})
         python.note([body], changes)
 
         @tf.autograph.experimental.do_not_convert
         def with_rows(*args, **kwargs):
             held = [v for v, is_own in zip(tf.nest.flatten((args, kwargs)), is_distributed, strict=True) if is_own]
-            with python.on_replica(), batch_rows.given(batch_sharding.num_rows(held)), trace_choices.shared(choices):
+            rows = batch_rows.given(batch_sharding.num_rows(held), scalar_ways)
+            with python.on_replica(), rows, trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)

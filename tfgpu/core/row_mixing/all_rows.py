@@ -78,18 +78,25 @@ def give_own_losses_all_rows() -> None:
 def _note_meetings() -> None:
     """A trial has one replica, which meets no other; and `all_gather` in a step gives the rows of the batch."""
 
-    for name in ("merge_call", "all_reduce"):
+    @wrap("tf.distribute.ReplicaContext.merge_call")
+    def meet(stock, self, *args, **kwargs):
+        if step_context.current().is_trying:
+            raise row_sums.Meets("it calls `merge_call`")
+        return stock(self, *args, **kwargs)
 
-        @wrap(f"tf.distribute.ReplicaContext.{name}")
-        def meet(stock, self, *args, **kwargs):
-            if step_context.current().is_trying:
-                raise row_sums.Meets
-            return stock(self, *args, **kwargs)
+    @wrap("tf.distribute.ReplicaContext.all_reduce")
+    def all_reduce(stock, self, reduce_op, value, *args, **kwargs):
+        if step_context.current().is_trying:
+            return row_sums.meetings().reduced(reduce_op, value)
+        return stock(self, reduce_op, value, *args, **kwargs)
 
     @wrap("tf.distribute.ReplicaContext.all_gather")
     def all_gather(stock, self, value, axis, *args, **kwargs):
         if step_context.current().is_trying:
-            raise row_sums.Meets
+            meetings = row_sums.meetings()
+            if tf.get_static_value(axis) != 0:
+                raise row_sums.Meets("it gathers along another axis than the rows'")
+            return tf.nest.map_structure(lambda v: meetings.gathered(tf.convert_to_tensor(v)), value)
         if step_context.step() is None or not gathering.are_rows(value, axis):
             return stock(self, value, axis, *args, **kwargs)
         return tf.nest.map_structure(gathering.by_replica, value)

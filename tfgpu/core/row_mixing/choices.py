@@ -99,10 +99,11 @@ def gather(x: tf.Tensor) -> tf.Tensor:
         >>> gather(tf.constant([1.0, 2.0])).numpy()  # one device has all rows
         array([1., 2.], dtype=float32)
     """
-    if (recorder := step_context.current().recorder) is not None and not recorder.parts:
+    recorder = step_context.current().recorder  # no `:=`: AutoGraph, which comes here from a user's code, has none
+    if recorder is not None and not recorder.parts:
         return x  # a step that is tried, which sees the whole batch if it is not by rows
     if step_context.current().is_trying:
-        raise row_sums.Meets
+        return row_sums.meetings().gathered(tf.convert_to_tensor(x))
     context = replication.replica_context()
     if context is None or context.num_replicas_in_sync == 1 or isinstance(x, keras.KerasTensor):
         return x

@@ -20,6 +20,7 @@ from tfgpu.errors import InputError
 
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
 _CLOSE_FOR_BIASES = 1e-2
+CLOSE_IN_16_BITS = 2e-2
 _NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
 _NONES_TOGETHER, _NONES_RATE = 3, 0.3  # labels that stand for none in one batch: each at one place at least
 _SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
@@ -48,6 +49,7 @@ class Tried:
         changes: names of what the code changes in Python, as of a count of its calls.
         generators, counts: those of them that hold a generator of random numbers; a number, a text or a container.
         makes: it makes variables in its first call.
+        scalar_ways: by metric, how it counts one number (`scalar_updates`), in a function that `strategy.run` runs.
     """
 
     differs: str | None
@@ -59,6 +61,7 @@ class Tried:
     generators: list[str] = dataclasses.field(default_factory=list)
     counts: list[str] = dataclasses.field(default_factory=list)
     makes: bool = False
+    scalar_ways: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def shared(self) -> list[str]:

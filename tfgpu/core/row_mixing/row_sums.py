@@ -1,7 +1,7 @@
 """Sums over replicas, and all replicas' rows in one tensor, with the gradients that one device has."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -10,6 +10,74 @@ from tfgpu.core import batch_rows, collectives, step_context, travel
 
 class Meets(Exception):
     """A function that is tried on drawn rows brings the replicas' rows together by itself."""
+
+
+class Waits(Meets):
+    """A part of a trial needs what the other parts say."""
+
+
+class Meetings:
+    """Where replicas of a function that is tried would meet: its parts run one after another, and more than once.
+
+    A part that comes to a meeting leaves what it says there, and waits. The next time it goes on with what all say.
+
+    Args:
+        count: of the parts.
+    """
+
+    def __init__(self, count: int):
+        self._count, self._said, self._part, self._at = count, [], 0, 0
+
+    def begin(self, part: int) -> None:
+        """A part begins, from 0."""
+        self._part, self._at = part, 0
+
+    @property
+    def were_held(self) -> bool:
+        """Whether the parts have met."""
+        return bool(self._said)
+
+    def exchange(self, values: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """What each part says at this meeting, in their order.
+
+        Raises:
+            Waits: not all have said it yet.
+        """
+        if self._at == len(self._said):
+            self._said.append({})
+        said = self._said[self._at]
+        said.setdefault(self._part, list(values))
+        if len(said) < self._count:
+            raise Waits("it brings all replicas' rows together")
+        self._at += 1
+        return [said[part] for part in range(self._count)]
+
+    def reduced(self, reduce_op: object, value: object) -> object:
+        """What `ReplicaContext.all_reduce` gives, with its gradient."""
+        is_mean = getattr(reduce_op, "value", reduce_op).upper() == "MEAN"
+
+        def reduce(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            sums = [tf.add_n(each) for each in zip(*self.exchange(values), strict=True)]
+            return [each / tf.cast(self._count, each.dtype) for each in sums] if is_mean else sums
+
+        leaves = [tf.convert_to_tensor(each) for each in tf.nest.flatten(value)]
+        return tf.nest.pack_sequence_as(value, _linear(reduce, reduce)(*leaves))
+
+    def gathered(self, rows: tf.Tensor) -> tf.Tensor:
+        """The rows of all parts, with the gradient of `all_rows`."""
+        start, count = 0, int(rows.shape[0])
+
+        def gather(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            nonlocal start
+            parts = [each for (each,) in self.exchange(values)]
+            start = sum(int(each.shape[0]) for each in parts[: self._part])
+            return [tf.concat(parts, 0)]
+
+        def own(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return [tf.add_n([each for (each,) in self.exchange(upstream)])[start : start + count]]
+
+        (found,) = _linear(gather, own)(rows)
+        return found
 
 
 def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False) -> list[tf.Tensor]:
@@ -136,6 +204,18 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.reduce_max(table, 0) for table in tables]
 
 
+def meetings() -> Meetings:
+    """The meetings of the trial that runs here.
+
+    Raises:
+        Meets: there are none in this trial, or in the piece of it that runs.
+    """
+    recorder = step_context.current().recorder
+    if recorder is None or recorder.meetings is None or recorder.is_split:
+        raise Meets("it brings all replicas' rows together")
+    return recorder.meetings
+
+
 def all_rows(rows: tf.Tensor) -> tf.Tensor:
     """The rows of all replicas, in the order of the batch, on each replica; differentiable for floats.
 
@@ -143,7 +223,7 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     communicates with no other gets its own rows.
     """
     if step_context.current().is_trying and step_context.step() is None:
-        raise Meets("it brings all replicas' rows together")
+        return meetings().gathered(tf.convert_to_tensor(rows))
     if step_context.has_local_forward():
         return rows
     sent = tf.cast(rows, tf.float32) if rows.dtype == tf.float16 else travel.to_sum(rows)

@@ -7,6 +7,7 @@ up to the whole a warning names it: a function as a whole cannot be given all ro
 that hold, or may hold, different numbers of rows, it is tried in two parts of different lengths, too.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import extensions, replica_attributes, replication, step_context, worker_rows
-from tfgpu.core.row_mixing import captures, choices, row_sums, verdicts
-from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
+from tfgpu.core.row_mixing import captures, choices, comparison, row_sums, scalar_updates, verdicts
+from tfgpu.core.row_mixing.part_trial import CLOSE_IN_16_BITS, CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import code_digest, store
@@ -27,6 +28,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _ROWS, _PARTS, _UNEVEN = 8, ((0, 4), (4, 8)), ((0, 3), (3, 8))
+_MEETINGS = 12  # of replicas, that a function may have
 _LIBRARIES = ("tfgpu", "keras", "tensorflow")
 
 
@@ -96,15 +98,15 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
             differs = tried_now.differs
             kept = {} if tried_now.makes else {_code(fn): tried_now.changes}
             slots.of(strategy).changes_in_python = slots.get(strategy, "changes_in_python", {}) | kept
+            known = slots.get(strategy, "scalar_ways", {})
+            slots.of(strategy).scalar_ways = known | {_code(fn): tried_now.scalar_ways}
             is_eager = tf.executing_eagerly()
             replica_attributes.tell(name, tried_now, strategy, tried_now.shared, is_eager=is_eager)
             if not differs:
                 slots.of(strategy).even_functions[_code(fn)] = name
             if tried_now.has_shares and not differs:
                 _tell_division(name, captures.names_of(fn, strategy.num_replicas_in_sync))
-    except row_sums.Meets:
-        why = "it combines the replicas' rows itself"
-    except CannotTry as error:
+    except (CannotTry, row_sums.Meets) as error:
         why = str(error)
         _note(strategy, name, verdicts.BY_ROWS, why, verdicts.UNPROVEN)
         _tell_untried(strategy, name, why)
@@ -126,9 +128,12 @@ def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, k
         InputError: `unproven="refuse"`, and it does not.
     """
     try:
-        differs = _RunTrial(strategy, fn, (args, kwargs), _UNEVEN).found().differs
+        found = _RunTrial(strategy, fn, (args, kwargs), _UNEVEN).found()
     except (CannotTry, row_sums.Meets):
         return
+    known = slots.of(strategy).scalar_ways.get(_code(fn), {})
+    other = (f"the metric {each!r}" for each, way in found.scalar_ways.items() if way != known.get(each))
+    differs = found.differs or next(other, None)
     if differs:
         why = f"{differs} would differ where replicas hold different numbers of rows"
         _note(strategy, name, verdicts.NOT_AS_ONE, why, verdicts.TRIED)
@@ -139,6 +144,11 @@ def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, k
             "Divide sums over rows by the global number of rows (`tf.nn.compute_average_loss(..., "
             "global_batch_size=...)`), return a Keras loss as it is, or batch with `drop_remainder=True`.",
         )
+
+
+def _kept(found: Tried) -> dict | None:
+    """What of a trial later runs may read: metrics may have other names then."""
+    return None if found.scalar_ways else dataclasses.asdict(found)
 
 
 def _note(strategy: tf.distribute.Strategy, name: str, becomes: str, why: str, source: str) -> None:
@@ -152,7 +162,7 @@ def _tell(strategy: tf.distribute.Strategy, name: str, differs: str) -> None:
     )
     advice = (
         "Use `tfgpu.gather(x)` where it needs all rows, move that code into your own loss, metric or layer, or train "
-        "with `fit`."
+        "with `fit`. `apply_gradients` sums gradients over replicas itself: do not sum them before."
     )
     _say(strategy, said, advice)
 
@@ -196,6 +206,8 @@ class _RunTrial(Trial):
         leaves = tf.nest.flatten(arguments)
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, distribute.PerReplica)]
         self._leaves = leaves
+        self._met: tuple | None = None
+        self._fitting: dict[str, set[str]] = {}  # of each metric that gets one number, the ways that all batches show
         self._divides = strategy.num_replicas_in_sync in self._captured.numbers
 
     def found(self) -> Tried:
@@ -215,7 +227,23 @@ class _RunTrial(Trial):
             self._own_rows(),
             code_digest.rows_of(arguments),
         )
-        return store.found("function", things, self.run, dataclasses.asdict, Tried, weights=True)
+        return store.found("function", things, self.run, _kept, Tried, weights=True)
+
+    def run(self) -> Tried:
+        found = super().run()
+        is_right = not found.differs and all(self._fitting.values())
+        return dataclasses.replace(found, scalar_ways=scalar_updates.chosen(self._fitting)) if is_right else found
+
+    def _what_differs(self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float, keeps=True):
+        found = super()._what_differs(whole, parts, again, close=close, keeps=keeps)
+        if found is not None or len(parts) == 1:
+            return found
+        shares, numbers = [part.share for part in parts], [part.scalars for part in parts]
+        fitting = scalar_updates.ways(whole.scalars, numbers, shares, max(close, comparison.CLOSE))
+        fitting = {name: ways & self._fitting.get(name, ways) for name, ways in fitting.items()}
+        if keeps:
+            self._fitting.update(fitting)
+        return next((f"the metric {name!r}" for name, ways in fitting.items() if not ways), None)
 
     def _passing(self) -> tuple[type[Exception], ...]:
         return (row_sums.Meets,)
@@ -249,12 +277,28 @@ class _RunTrial(Trial):
         return [1 / len(parts)] * len(parts) if is_plain else super()._shares(parts, is_plain=is_plain)
 
     def _recorded(self, batch: list, start: int, stop: int, *, seed: int = 0) -> Recorder:
+        if stop - start == _ROWS:
+            return self._run_on(batch, start, stop, row_sums.Meetings(1), seed)
+        if self._met is None or self._met[0] is not batch:
+            self._met = batch, row_sums.Meetings(len(self._each_part))
+        meetings, mine = self._met[1], self._each_part.index((start, stop))
+        others = [at for at in range(len(self._each_part)) if at != mine]
+        for _ in range(_MEETINGS):
+            for at in (mine, *others):
+                meetings.begin(at)
+                with contextlib.suppress(row_sums.Waits):
+                    found = self._run_on(batch, *self._each_part[at], meetings, seed)
+                    if at == mine:
+                        return found
+        raise row_sums.Meets("its replicas meet too often, or each in another way")
+
+    def _run_on(self, batch: list, start: int, stop: int, meetings: row_sums.Meetings, seed: int) -> Recorder:
         rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
         leaves = list(self._leaves)
         for at, value in zip(self._at, rows, strict=True):
             leaves[at] = value
         args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
-        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, self._each_part)
+        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, self._each_part, meetings=meetings)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
         count = 1 if stop - start == _ROWS else len(self._each_part)
         with (
@@ -269,13 +313,18 @@ class _RunTrial(Trial):
                 outputs = self._function(*args, **kwargs)
                 tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each) and each.dtype.is_floating]
                 found.logs += [np.asarray(keras.ops.convert_to_numpy(each), "float64") for each in tensors]
+        for key in found.scalar_states:  # judged by what the metric was given
+            found.assigned.pop(key, None)
+        if found.is_narrow:
+            self._close = max(self._close, CLOSE_IN_16_BITS)
         return found
 
     def _gradients_together(self, parts: list) -> list[list]:
         """The sum over the parts; and half of it, of a function that divides by the number of replicas."""
         found = super()._gradients_together(parts)
         halves = [None if each is None else each / len(parts) for each in found[0]]
-        return [*found, halves] if self._divides and len(parts) > 1 else found
+        divides = self._divides and not (self._met and self._met[1].were_held)
+        return [*found, halves] if divides and len(parts) > 1 else found
 
     def _log_together(self, values: list[np.ndarray], shares: list[float]) -> list[np.ndarray]:
         """What the caller may make of the replicas' outputs: a sum, a mean, or their rows together."""

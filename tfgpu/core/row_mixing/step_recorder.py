@@ -1,8 +1,10 @@
 """Records what a step of the user's own does on random rows; nothing that it does stays."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -14,6 +16,10 @@ from tfgpu.compat.keras import StatelessScope, get_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
 from tfgpu.core.step_context import RowRange
+
+if TYPE_CHECKING:
+    from tfgpu.core.row_mixing.row_sums import Meetings
+    from tfgpu.core.row_mixing.scalar_updates import Scalar
 
 ROWS = 7
 """That are drawn in all."""
@@ -67,6 +73,10 @@ class Recorder:
         shards: the `id`s of variables of which each replica holds a piece, in a model that trains no others. Replicas
             sum their gradients as a tape takes them: these are its updates then.
         applied: what reaches an optimizer of such a model.
+        scalars: the numbers that a function of `strategy.run` gives to `Mean`s and `Sum`s.
+        scalar_states: the `id`s of the variables of those metrics.
+        is_narrow: a layer that it calls computes in 16 bits.
+        meetings: where the replicas of such a function would meet.
     """
 
     share: float
@@ -90,6 +100,10 @@ class Recorder:
     has_shares: bool = False
     shards: frozenset[int] = frozenset()
     applied: list[list] = field(default_factory=list)
+    scalars: list["Scalar"] = field(default_factory=list)
+    scalar_states: set[int] = field(default_factory=set)
+    is_narrow: bool = False
+    meetings: "Meetings | None" = None
     _is_sum: bool = False
     _is_in_layer: bool = False
 
@@ -100,7 +114,7 @@ class Recorder:
         are_variables = [isinstance(source, (keras.Variable, tf.Variable)) for source in flat]
         self._is_sum |= is_vector and any(are_variables)
         self.derives_tensors |= not all(are_variables)
-        found = take(target, sources, *args, **kwargs)
+        found = _taken(functools.partial(take, target), sources, flat, *args, **kwargs)
         pairs = zip(flat, tf.nest.flatten(found), strict=True)
         if of_shards := [gradient for source, gradient in pairs if id(source) in self.shards]:
             self.updates.append(_weighed(of_shards, 1.0 if is_vector else self.share))
@@ -124,6 +138,7 @@ class Recorder:
         finally:
             self._is_in_layer = False
         for leaf in keras.tree.flatten(outputs):
+            self.is_narrow |= tf.is_tensor(leaf) and leaf.dtype in (tf.float16, tf.bfloat16)
             size = leaf.shape.num_elements() * leaf.dtype.size if tf.is_tensor(leaf) and leaf.shape.rank else 0
             self.bytes_a_row += size // (self.stop - self.start)
         return outputs
@@ -168,6 +183,21 @@ class Recorder:
         scope.state_mapping.update(_average(states, before, shares))
         weights = [1.0] * len(shares) if is_sum else shares
         return keras.tree.map_structure(lambda *leaves: _together(leaves, weights), *found)
+
+
+def _taken(take: Callable, sources: object, flat: list, *args, **kwargs) -> object:
+    """The gradients of a tape; that of a variable that the step has assigned is the sum over the values that it had."""
+    scope = get_stateless_scope()
+    values = [scope.values_of(each) if isinstance(scope, Apart) else [each] for each in flat]
+    if all(len(each) == 1 for each in values):
+        return take(sources, *args, **kwargs)
+    found = iter(take([value for each in values for value in each], *args, **kwargs))
+    return tf.nest.pack_sequence_as(sources, [_total([next(found) for _ in each]) for each in values])
+
+
+def _total(gradients: list) -> object:
+    given = [each for each in gradients if each is not None]
+    return tf.add_n([tf.convert_to_tensor(each) for each in given]) if len(given) > 1 else next(iter(given), None)
 
 
 def _weighed(gradients: list, weight: float) -> list[np.ndarray | None]:
@@ -248,6 +278,8 @@ class Apart(StatelessScope):
         self.made: list[keras.Variable] = []
         self._variables: dict = {}
         self._begun: dict = {}
+        self._held: dict[int, list[tf.Variable]] = {}
+        self._is_holding = False
         self._plain = [(each, variables.local_value(each)) for each in plain]
         self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
         self._made_plain: list[tuple[tf.Variable, tf.Tensor]] = []
@@ -263,7 +295,8 @@ class Apart(StatelessScope):
 
         def create(make: Callable, **options) -> tf.Variable:
             variable = make(**options)
-            self._made_plain.append((variable, variables.local_value(variable)))
+            if not self._is_holding:
+                self._made_plain.append((variable, variables.local_value(variable)))
             return variable
 
         with tf.variable_creator_scope(create):
@@ -275,8 +308,25 @@ class Apart(StatelessScope):
         return variables.held(variable) if found is None else found
 
     def add_update(self, update: tuple) -> None:
-        self._variables[id(update[0])] = update[0]
-        super().add_update(update)
+        """Keeps what is assigned: to weights that train as a variable, of which a tape can take the gradient."""
+        variable, value = update
+        self._variables[id(variable)] = variable
+        if variable.trainable and step_context.current().recorder is not None:
+            value = self._as_variable(value)
+            self._held.setdefault(id(variable), []).append(value)
+        super().add_update((variable, value))
+
+    def _as_variable(self, value: tf.Tensor) -> tf.Variable:
+        self._is_holding = True
+        try:
+            return tf.Variable(value)
+        finally:
+            self._is_holding = False
+
+    def values_of(self, source: object) -> list:
+        """What a tape may have read of a variable: its own value, then each that was assigned to it."""
+        held = self._held.get(id(source))
+        return [source] if held is None else [variables.held(source), *held]
 
     def made_variables(self) -> list[keras.Variable | tf.Variable]:
         """What the step has made: variables of Keras, then those of TensorFlow that are none of Keras's."""

@@ -28,14 +28,13 @@ from tfgpu.core.row_mixing import (
     verdicts,
 )
 from tfgpu.core.row_mixing.draws import given_rows
-from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
+from tfgpu.core.row_mixing.part_trial import CLOSE_IN_16_BITS, CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-_CLOSE_IN_16_BITS = 2e-2
 _MEETS = "it combines the replicas' rows itself"
 _METHODS = (
     "train_step",
@@ -277,7 +276,7 @@ class _StepTrial(Trial):
         if not all(id(each) in self._shards for each in model.trainable_variables):
             self._shards = frozenset()
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
-        self._close = _CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
+        self._close = CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
 
     def _passing(self) -> tuple[type[Exception], ...]:
         return (row_sums.Meets,)

@@ -1,0 +1,210 @@
+"""Loops by hand that count one number in a metric, or sum over replicas themselves: one device's result, or named."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+import tfgpu
+from tfgpu.core.row_mixing import scalar_updates, verdicts
+from tfgpu.core.row_mixing.scalar_updates import AS_IT_IS, MEAN, PART, Scalar
+
+X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, 11)
+
+
+class Loop:
+    """A model, a step by hand on batches of 4, 4 and 3 rows, and metrics of one number."""
+
+    def __init__(self, replicas, policy="float32"):
+        keras.utils.set_random_seed(0)
+        devices = [f"CPU:{at}" for at in range(replicas)]
+        self.strategy = tfgpu.strategy("mirrored", devices=devices) if replicas > 1 else tf.distribute.get_strategy()
+        with self.strategy.scope():
+            hidden, last = keras.layers.Dense(6, "tanh", dtype=policy), keras.layers.Dense(3, dtype=policy)
+            self.model = keras.Sequential([keras.Input((5,)), hidden, last])
+            self.optimizer = keras.optimizers.SGD(0.3)
+            self.optimizer.build(self.model.trainable_variables)
+            self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            self.mean, self.sum = keras.metrics.Mean(name="mean"), keras.metrics.Sum(name="sum")
+
+    def gradients(self, tape, loss):
+        return tape.gradient(loss, self.model.trainable_variables)
+
+    def loss_of(self, y, outputs):
+        return self.loss(y, outputs)
+
+    def count(self, x, loss):
+        """What the metrics count."""
+
+    def step(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, tf.cast(self.model(x, training=True), tf.float32))
+        variables = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(self.gradients(tape, loss), variables, strict=True))
+        self.count(x, loss)
+
+    def run(self, *, eagerly=False):
+        data = self.strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
+
+        def run(x, y):
+            self.strategy.run(self.step, args=(x, y))
+
+        run = run if eagerly else tf.function(run)
+        for x, y in data:
+            run(x, y)
+        return [*self.model.get_weights(), *(np.array(each.result()) for each in (self.mean, self.sum))]
+
+
+def replica():
+    return tf.distribute.get_replica_context()
+
+
+class Losses(Loop):
+    """As most loops count: `metric(loss)`."""
+
+    def count(self, x, loss):
+        self.mean(loss)
+        self.sum.update_state(loss)
+
+
+class Means(Loop):
+    """Means over a replica's rows, and the same number everywhere."""
+
+    def count(self, x, loss):
+        self.mean.update_state(tf.reduce_mean(x))
+        self.sum.update_state(1.0)
+
+
+class Weighed(Loop):
+    """A mean and a count of rows."""
+
+    def count(self, x, loss):
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        self.mean.update_state(tf.math.divide_no_nan(tf.reduce_sum(x), 5 * rows), sample_weight=rows)
+        self.sum.update_state(rows)
+
+
+class OfFunction(Loop):
+    """A function of labels and outputs that is a mean."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        with self.strategy.scope():
+            self.mean = keras.metrics.MeanMetricWrapper(lambda y, p: ops.mean(ops.abs(p)), name="size")
+
+    def count(self, x, loss):
+        self.mean.update_state(x, x)
+
+
+class Largest(Loop):
+    def count(self, x, loss):
+        self.mean.update_state(tf.reduce_max(x))
+
+
+class SummedTwice(Loop):
+    """Sums the gradients, clips them and leaves it to the optimizer to sum them again."""
+
+    def gradients(self, tape, loss):
+        found = replica().all_reduce("sum", super().gradients(tape, loss))
+        return tf.clip_by_global_norm(found, 0.1)[0]
+
+
+class SummedOnce(SummedTwice):
+    def gradients(self, tape, loss):
+        return [each / replica().num_replicas_in_sync for each in super().gradients(tape, loss)]
+
+
+class Spread(Loop):
+    """Compares each row with the mean over all, which it sums up itself."""
+
+    def loss_of(self, y, outputs):
+        count = replica().all_reduce("sum", tf.cast(tf.shape(outputs)[0], tf.float32))
+        mean = replica().all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(outputs, 0)) / count
+        return tf.reduce_sum((outputs - mean) ** 2) / count + super().loss_of(y, outputs)
+
+
+class GatheredTwice(Loop):
+    """Counts the loss of all rows once on each replica."""
+
+    def loss_of(self, y, outputs):
+        outputs = tfgpu.gather(outputs)
+        return tf.reduce_mean((outputs - tf.reduce_mean(outputs, 0)) ** 2)
+
+
+class Merged(Loop):
+    def count(self, x, loss):
+        replica().merge_call(lambda strategy, value: None, args=(loss,))
+
+
+def assert_alike(one, other):
+    for here, there in zip(one, other, strict=True):
+        np.testing.assert_allclose(here, there, atol=2e-6)
+
+
+EQUAL = [Losses, Means, Weighed, OfFunction, SummedOnce, Spread]
+NAMED = {
+    Largest: "the metric 'mean' would differ",
+    SummedTwice: "the gradients would differ",
+    GatheredTwice: "the gradients would differ",
+    Merged: "could not be tried (it calls `merge_call`)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("kind", EQUAL, ids=lambda kind: kind.__name__)
+def test_equal_to_one_device(kind, replicas, caplog):
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        assert_alike(kind(replicas).run(), kind(1).run())
+    assert "strategy.run" not in caplog.text
+
+
+@pytest.mark.slow
+def test_eager_loops_count_once():
+    assert_alike(Losses(2).run(eagerly=True), Losses(1).run(eagerly=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NAMED, ids=lambda kind: kind.__name__)
+def test_named_before_the_first_step(kind, caplog):
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        kind(2).run()
+    said = [record.getMessage() for record in caplog.records if "strategy.run" in record.getMessage()]
+    assert len(said) == 1 and NAMED[kind] in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_nothing_is_said_of_rounding_in_16_bits(policy, caplog):
+    loop = Loop(2, policy)
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        loop.run()
+    functions = [piece.verdict for piece in verdicts.of(loop.strategy) if piece.name.startswith("function")]
+    assert functions == [verdicts.BY_ROWS] and "strategy.run" not in caplog.text
+
+
+def scalars(*values, weights=None, is_sum=False):
+    return [Scalar("a", value, weight, is_sum) for value, weight in zip(values, weights or [1.0, 1.0], strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "expected"),
+    [
+        (scalars(3.0), scalars(1.0, 2.0), {PART}),
+        (scalars(1.75), scalars(1.0, 2.0), {MEAN}),
+        (scalars(1.0), scalars(1.0, 1.0), {MEAN}),
+        (scalars(1.75, weights=[8.0]), scalars(1.0, 2.0, weights=[2.0, 6.0]), {AS_IT_IS}),
+        (scalars(2.0), scalars(1.0, 2.0), set()),
+        (scalars(3.0, is_sum=True), scalars(1.0, 2.0, is_sum=True), {AS_IT_IS, PART}),
+        (scalars(1.0, is_sum=True), scalars(1.0, 1.0, is_sum=True), {MEAN}),
+        (scalars(1.0, 2.0), scalars(1.0, 2.0), set()),
+    ],
+)
+def test_how_a_number_counts(whole, parts, expected):
+    """On replicas with a quarter and three quarters of the rows."""
+    found = scalar_updates.ways(whole, [[part] for part in parts], [0.25, 0.75], 1e-6)
+    assert found == {"a": expected}

@@ -1,0 +1,105 @@
+"""One number under a `Mean` or a `Sum` in a loop by hand: a loss, a rate, a count. One device counts it once.
+
+Each replica has a number of its own: a part of one device's (a Keras loss, weighted by the replica's rows), a mean over
+the replica's rows, or the same number. The trial of the function shows which, and the metric counts it accordingly.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.core import batch_rows, replication, step_context
+from tfgpu.core.row_mixing import comparison
+
+AS_IT_IS = "as it is"
+PART = "part"
+MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """An update of a metric with one number.
+
+    Attributes:
+        name: of the metric.
+        value, weight: what it was given.
+        is_sum: it is a `Sum`, which keeps no count.
+    """
+
+    name: str
+    value: float
+    weight: float
+    is_sum: bool
+
+
+def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sample_weight: object) -> None:
+    """Updates a `Mean` or a `Sum` with one number, in a `strategy.run` by hand or its trial, or outside of replicas."""
+    context = step_context.current()
+    recorder, given = context.recorder, context.given_rows
+    if recorder is not None and recorder.parts and not recorder.is_split:
+        weight = 1.0 if sample_weight is None else float(tf.cast(sample_weight, tf.float64))
+        value = float(tf.cast(values, tf.float64))
+        recorder.scalars.append(Scalar(metric.name, value, weight, isinstance(metric, keras.metrics.Sum)))
+        recorder.scalar_states.update(map(id, metric.variables))
+        return stock(metric, values, sample_weight)
+    if recorder is not None or given is None or replication.replica_context() is None:
+        return stock(metric, values, sample_weight)
+    # What a function of labels and outputs gives is a mean over rows, or the whole batch's.
+    is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
+    way = MEAN if is_of_function else given.scalar_ways.get(metric.name, AS_IT_IS)
+    if way == AS_IT_IS:
+        return stock(metric, values, sample_weight)
+    values, share = tf.convert_to_tensor(values), batch_rows.known_share()
+    share = 1.0 / step_context.num_replicas(values.dtype) if share is None else tf.cast(share, values.dtype)
+    values = tf.where(share > 0, values, tf.zeros_like(values))
+    if way == PART:
+        if isinstance(metric, keras.metrics.Sum):
+            return stock(metric, values, sample_weight)
+        values = tf.math.divide_no_nan(values, share)
+    sample_weight = share if sample_weight is None else tf.cast(sample_weight, values.dtype) * share
+    return stock(metric, values, sample_weight)
+
+
+def ways(
+    whole: Sequence[Scalar], parts: Sequence[Sequence[Scalar]], shares: Sequence[float], close: float
+) -> dict[str, set[str]]:
+    """For each metric, the ways to count replicas' numbers that give what one device counts; an empty set for none.
+
+    Args:
+        whole: updates on all rows.
+        parts: updates on each replica's rows.
+        shares: of all rows, those of each replica.
+        close: by how much of the largest number two may differ that are as good as equal.
+    """
+    found: dict[str, set[str]] = {}
+    for at, one in enumerate(whole):
+        each = [part[at] for part in parts if at < len(part) and part[at].name == one.name]
+        fitting = _fitting(one, each, shares, close) if len(each) == len(parts) else set()
+        found[one.name] = found.get(one.name, {AS_IT_IS, PART, MEAN}) & fitting
+    return found
+
+
+def _fitting(whole: Scalar, parts: list[Scalar], shares: Sequence[float], close: float) -> set[str]:
+    count = [1.0] * len(parts)
+    by_way = {AS_IT_IS: (count, count), PART: (count, [1 / len(parts)] * len(parts)), MEAN: (shares, shares)}
+    found = set()
+    for way, (for_total, for_count) in by_way.items():
+        total = sum(part.value * part.weight * factor for part, factor in zip(parts, for_total, strict=True))
+        weight = sum(part.weight * factor for part, factor in zip(parts, for_count, strict=True))
+        pairs = [(whole.value * whole.weight, total), (whole.weight, weight)]
+        sizes = [np.array([part.value * part.weight for part in parts]), np.array(0.0)]
+        pairs = pairs[:1] if whole.is_sum else pairs
+        if all(
+            comparison.is_close(np.array(one), np.array(other), close, size)
+            for (one, other), size in zip(pairs, sizes, strict=False)
+        ):
+            found.add(way)
+    return found
+
+
+def chosen(fitting: dict[str, set[str]]) -> dict[str, str]:
+    """The way of each metric, of those that fit: the one that sends nothing first."""
+    return {name: next(way for way in (AS_IT_IS, PART, MEAN) if way in found) for name, found in fitting.items()}
