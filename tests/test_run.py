@@ -265,6 +265,44 @@ def test_an_error_that_ctrl_c_causes_is_its_one_line(here, capsys):
         main(["long.py"])
 
 
+def test_ctrl_c_that_python_drops_is_raised_again(here, capsys):
+    (here / "long.py").write_text(
+        "import signal, time\n\nclass Lost:\n    def __del__(self):\n        signal.raise_signal(signal.SIGINT)\n\n"
+        "Lost()\nfor _ in range(60_000):\n    time.sleep(0.01)\n"
+    )
+    assert main(["long.py"]) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("Interrupted at long.py, line ")
+
+
+IN_C = """
+import ctypes, os, signal, threading, time
+from tfgpu.launch import interrupt
+
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+
+def press():
+    while mutex.raw[0] != 2:  # somebody waits for it
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=press, daemon=True).start()
+try:
+    with interrupt.heeded(lambda: library.pthread_mutex_unlock(mutex)):
+        library.pthread_mutex_lock(mutex)
+        time.sleep(500)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_what_waits_in_a_call_that_python_cannot_interrupt():
+    command = [sys.executable, "-c", IN_C]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environ())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
 def test_ctrl_c_is_one_line_that_names_the_place(here, capsys):
     (here / "long.py").write_text(LONG)
     assert main(["long.py"]) == 130

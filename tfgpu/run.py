@@ -3,26 +3,21 @@
 In a cluster the processes meet first (`tfgpu.rendezvous`). Where TFGPU_HEARTBEAT is set, it sends a heartbeat.
 """
 
-import contextlib
 import os
 import runpy
-import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tfgpu import quiet, rendezvous
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, no_script
-from tfgpu.launch import heartbeat
+from tfgpu.launch import ending, heartbeat, interrupt
 from tfgpu.rendezvous import lost
 
 OPTION = "--startup-timeout"
-_CAUSED_S = 60.0
-"""Seconds after Ctrl-C in which it counts as the cause of an error."""
+_INTERRUPTED = 130
 
 
 def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s: float | None = None) -> None:
@@ -63,7 +58,7 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        with _ending_by_ctrl_c():
+        with interrupt.heeded(_end_collectives):
             runpy.run_path(str(path), run_name="__main__")
     except Exception as error:
         lost.note(error, cluster)
@@ -96,53 +91,24 @@ def main(words: Sequence[str]) -> int:
     except (InputError, MachineError) as error:
         _tell(error)
         return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt as interrupt:
-        print(interrupted(interrupt, words[0]), file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print(interrupted(error, words[0]), file=sys.stderr)
+        return _INTERRUPTED
     return 0
 
 
-@contextlib.contextmanager
-def _ending_by_ctrl_c() -> Iterator[None]:
-    """Raises KeyboardInterrupt in place of an error that Ctrl-C caused.
-
-    Within a call of TensorFlow, a KeyboardInterrupt becomes another error. Workers that are interrupted together also
-    see each other leave.
-    """
-    came_at: list[float] = []
-
-    def note(number: int, frame: object) -> None:
-        came_at.append(time.monotonic())
-        signal.default_int_handler(number, frame)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    except Exception as error:
-        if not came_at or time.monotonic() - came_at[-1] > _CAUSED_S:
-            raise
-        raise KeyboardInterrupt().with_traceback(error.__traceback__) from None
-    finally:
-        if signal.getsignal(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def interrupted(interrupt: KeyboardInterrupt, script: str | Path) -> str:
+def interrupted(error: KeyboardInterrupt, script: str | Path) -> str:
     """What Ctrl-C interrupted, in one line instead of a traceback.
 
     Args:
-        interrupt: as it left the script.
+        error: as it left the script.
         script: the script.
 
     Example:
         >>> interrupted(KeyboardInterrupt(), "train.py")
         'Interrupted.'
     """
-    frames = traceback.extract_tb(interrupt.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(script)]
     return f"Interrupted at {script}, line {own[-1].lineno}: {own[-1].line}" if own else "Interrupted."
 
@@ -173,6 +139,13 @@ def _meet_at_strategies(cluster: Cluster) -> None:
         stock(self, *args, **kwargs)
 
 
+def _end_collectives() -> None:
+    """Ends the collectives in which this process waits for others."""
+    from tfgpu.core.workers import watch
+
+    watch.end_collectives("Interrupted by Ctrl-C.")
+
+
 def _tell(error: Exception) -> None:
     """Prints an error from before the script in one line, else with the script's traceback."""
     frames = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
@@ -183,4 +156,7 @@ def _tell(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == _INTERRUPTED:
+        ending.leave(code)  # to destroy all objects first takes seconds, in which other workers wait
+    sys.exit(code)

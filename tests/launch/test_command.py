@@ -180,3 +180,41 @@ def test_ctrl_c_leaves_one_line_of_each_worker(tmp_path):
         f"worker {at}| Interrupted at train.py" for at in range(2)
     ]
     assert "Traceback" not in err and "Error:" not in err  # TensorFlow logs which collective it aborts
+
+
+IN_A_COLLECTIVE = """
+import json, os, signal, threading, time
+import keras
+import numpy as np
+import tfgpu
+from tfgpu.core.workers import ledger
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+def press():
+    # Ctrl-C for the first worker alone, which waits for the other in its fourth step.
+    while (wait := ledger.current().wait) is None or wait.plan is None or wait.plan[0] < 3:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Third(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and rank == 0:
+            threading.Thread(target=press, daemon=True).start()
+        while batch == 2 and rank == 1:
+            time.sleep(1)
+
+with tfgpu.strategy().scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((64, 2)), np.ones((64, 1)), batch_size=4, verbose=0, callbacks=[Third()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ctrl_c_ends_a_worker_that_waits_for_one_that_does_not_end(tmp_path):
+    (tmp_path / "train.py").write_text(IN_A_COLLECTIVE)
+    done = tfgpu("launch", "-n", "2", "--no-logs", "--startup-timeout", "550", "train.py", cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert "worker 0| Interrupted at train.py, line " in done.stderr and "Traceback" not in done.stderr

@@ -31,7 +31,7 @@ def put(key: str, text: str) -> bool:
     except tf.errors.AlreadyExistsError:
         return False
     except (tf.errors.OpError, RuntimeError) as error:
-        raise Unreachable(str(error)) from error
+        raise _meant(error) from error
     return True
 
 
@@ -46,7 +46,7 @@ def get(key: str, seconds: float = 0.001) -> str | None:
     except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
         return None
     except (tf.errors.OpError, RuntimeError) as error:
-        raise Unreachable(str(error)) from error
+        raise _meant(error) from error
 
 
 def delete(key: str) -> None:
@@ -58,7 +58,7 @@ def delete(key: str) -> None:
     try:
         context.context().delete_config_key_value(_PREFIX + key)
     except (tf.errors.OpError, RuntimeError) as error:
-        raise Unreachable(str(error)) from error
+        raise _meant(error) from error
 
 
 def answers(task: str, seconds: int = _DEFAULT_S) -> bool:
@@ -67,9 +67,21 @@ def answers(task: str, seconds: int = _DEFAULT_S) -> bool:
         context.context().check_collective_ops_peer_health(task, 1000 * seconds)
     except tf.errors.OpError:
         return False
+    except RuntimeError as error:
+        raise _meant(error) from error
     return True
 
 
 def abort_collectives(message: str) -> None:
     """Ends the collectives in which this process waits, and all later ones, by `tf.errors.AbortedError`."""
     context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+def _meant(error: Exception) -> BaseException:
+    """The error to raise for one of TensorFlow's.
+
+    Ctrl-C may come while TensorFlow makes an error, as it does at each timeout. Pybind then makes a RuntimeError of
+    both.
+    """
+    is_ctrl_c = isinstance(error, RuntimeError) and "KeyboardInterrupt" in str(error)
+    return KeyboardInterrupt() if is_ctrl_c else Unreachable(str(error))

@@ -133,6 +133,14 @@ class _End:
         self._thread.join(2 * SLICE_S)  # which is in TensorFlow's runtime
 
 
+def end_collectives(why: str) -> None:
+    """Ends the collectives in which this process waits for other workers, and all later ones."""
+    mine = ledger.current()
+    if mine is not None and not mine.is_aborted:
+        mine.is_aborted = True
+        coordination.abort_collectives(why)
+
+
 def note_error(error: BaseException) -> None:
     """Notes the error that ends the script, so that the other workers can name it."""
     end = slots.get(runtime(), "end_of_script")
