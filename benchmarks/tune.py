@@ -30,6 +30,15 @@ RECIPE = {
 }
 
 
+def best_so_far(trials) -> list[tuple[int, float]]:
+    """The lowest value up to each complete trial, by the trial's number."""
+    found: list[tuple[int, float]] = []
+    for trial in trials:
+        if trial.value is not None:
+            found.append((trial.number, min(trial.value, found[-1][1] if found else trial.value)))
+    return found
+
+
 def run(seed: int, sampler: str, trials: int, parallel: int) -> dict:
     """One study.
 
@@ -38,7 +47,6 @@ def run(seed: int, sampler: str, trials: int, parallel: int) -> dict:
     """
     from tfgpu import tune
     from tfgpu.recipes import recipe
-    from tfgpu.tune.results import best_so_far
 
     what = recipe.make({**RECIPE, "seed": seed, "split_seed": seed})
     begun = time.monotonic()

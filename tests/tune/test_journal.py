@@ -131,11 +131,3 @@ def test_the_worse_half_is_pruned_after_the_first_trials(tmp_path):
             assert not any(pruned)
             journal.tell(trial, {"end": "complete", "value": 0.1 * number}, 0.0)
     assert pruned == [False, True, True]  # Not before a quarter of its epochs.
-
-
-def test_importances_find_what_matters(tmp_path):
-    journal = opened(tmp_path, sampler="random")
-    assert journal.importances() == {}
-    go(journal, 30)
-    found = journal.importances()
-    assert max(found, key=found.get) == "optimizer" and sum(found.values()) == pytest.approx(1)

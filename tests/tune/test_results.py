@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from tfgpu.cli import tune
-from tfgpu.tune.results import StudyResult, TrialResult, best_of, best_so_far, by_value
+from tfgpu.tune.results import StudyResult, TrialResult, best_of, by_value
 
 
 def trial(number, status="complete", value=None, val_loss=None, **more):
@@ -32,7 +32,6 @@ def result(trials=TRIALS, **changes):
         "recipe_file": Path("study/best.yaml"),
         "test_accuracy": 0.875,
         "own_test_accuracy": 0.625,
-        "importances": {"learning_rate": 0.75, "dropout": 0.25},
     }
     return StudyResult(**{**facts, **changes})
 
@@ -42,10 +41,6 @@ def test_among_equals_the_best_has_the_least_loss():
     assert best_of(TRIALS[:3]).number == 2
     assert best_of(TRIALS[1:2]) is None
     assert [one.number for one in by_value(TRIALS)] == [4, 2, 0, 1, 3]
-
-
-def test_the_best_so_far_never_rises():
-    assert best_so_far(TRIALS) == [(0, 0.3), (2, 0.1), (4, 0.1)]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

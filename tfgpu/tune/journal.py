@@ -125,13 +125,6 @@ class Journal:
                 pruned = status == "pruned" or status in UNFIT
                 self._study.tell(trial, state=states.PRUNED if pruned else states.FAIL)
 
-    def importances(self) -> dict[str, float]:
-        """The share of the variance that each setting explains (fANOVA); empty with too few trials."""
-        with quiet(), contextlib.suppress(ValueError, RuntimeError, ImportError):
-            evaluator = self._optuna.importance.FanovaImportanceEvaluator(seed=self._seed)
-            return dict(self._optuna.importance.get_param_importances(self._study, evaluator=evaluator))
-        return {}
-
     def _reseed(self, number: int) -> None:
         """Creates a sampler for each trial, so that a resumed study draws as an uninterrupted one."""
         seed = (self._seed * 1_000_003 + number) % 2**32

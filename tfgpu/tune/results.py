@@ -56,7 +56,6 @@ class StudyResult:
         recipe_file: `best.yaml`, for `tfgpu train`.
         test_accuracy: test accuracy of the best trial; the test data was not used for the selection.
         own_test_accuracy: test accuracy of the recipe's own settings.
-        importances: the share of the variance that each setting explains.
     """
 
     folder: Path
@@ -67,7 +66,6 @@ class StudyResult:
     recipe_file: Path
     test_accuracy: float | None
     own_test_accuracy: float | None
-    importances: Mapping[str, float]
 
 
 def best_of(trials: tuple[TrialResult, ...]) -> TrialResult | None:
@@ -122,17 +120,3 @@ def setting_text(value: Any) -> str:
         ('0.00123', 'adam')
     """
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def best_so_far(trials: Sequence[TrialResult]) -> list[tuple[int, float]]:
-    """The lowest value up to each complete trial, by the trial's number.
-
-    Example:
-        >>> best_so_far([TrialResult(0, "complete", {}, 0.3), TrialResult(1, "complete", {}, 0.4)])
-        [(0, 0.3), (1, 0.3)]
-    """
-    found: list[tuple[int, float]] = []
-    for trial in trials:
-        if trial.value is not None:
-            found.append((trial.number, min(trial.value, found[-1][1] if found else trial.value)))
-    return found

@@ -239,7 +239,6 @@ class _Study:
             recipe_file=self._folder / BEST,
             test_accuracy=best.test_accuracy,
             own_test_accuracy=own.test_accuracy if own else None,
-            importances=self._journal.importances(),
         )
 
 
