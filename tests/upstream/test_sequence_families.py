@@ -46,7 +46,8 @@ MORE = {
 CASES = [
     *((name, "full", "two") for name in ("bert", "gemma", "gpt2", "gpt_oss", "llama3", "mixtral", "qwen3", "qwen_moe")),
     *((name, "full", "four") for name in sorted({*MORE, "qwen3_moe"} - {"bloom", "gpt2"})),
-    *((name, "LoRA", "two") for name in ("gemma", "llama3", "mixtral")),
+    *((name, "LoRA", "two") for name in ("bert", "gemma", "llama3", "mixtral", "qwen3")),
+    *((name, "LoRA", "two by two") for name in ("gpt2", "qwen3")),
     *((name, "full", "two by two") for name in ("gemma", "gpt2", "llama", "mixtral")),
 ]
 
