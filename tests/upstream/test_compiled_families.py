@@ -68,6 +68,6 @@ def test_the_training_is_one_devices_under_xla(family, kind, layout, policy, cap
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, atol=BOUNDS[policy])
     assert families.weights_apart(one, whole) < BOUNDS[policy]
-    steps = 4 - (policy == "mixed_float16")
-    assert int(model.optimizer.iterations) == int(one.optimizer.iterations) == steps
+    assert int(model.optimizer.iterations) == int(one.optimizer.iterations)
+    assert (int(one.optimizer.iterations) < 4) == (policy == "mixed_float16" or kind == "LoRA")  # skipped, or gathered
     assert not [record for record in caplog.records if "cannot be traced" in record.getMessage()]
