@@ -293,6 +293,28 @@ def select(values: object, replica: int):
     return distribute_utils.select_replica(replica, values)
 
 
+@contextmanager
+def started_collectives_kept() -> Iterator[None]:
+    """Inside the block a strategy of several workers uses the collectives that an earlier one of its cluster started.
+
+    TensorFlow would start them again on each worker. If the first worker does so after another has asked it for a
+    collective, the question is lost, and all wait for ever.
+    """
+    current = eager_context.context()
+    stock, started = current.enable_collective_ops, current._collective_ops_server_def
+
+    def enable(server) -> None:
+        names = ("cluster", "job_name", "task_index")
+        if started is None or any(getattr(started, name) != getattr(server, name) for name in names):
+            stock(server)
+
+    current.enable_collective_ops = enable
+    try:
+        yield
+    finally:
+        del current.enable_collective_ops
+
+
 def full_device_name(name: str) -> str:
     """A device's name, completed with job, task and kind."""
     return device_util.canonicalize(name)
