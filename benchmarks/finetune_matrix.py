@@ -39,7 +39,7 @@ FAMILIES = ("gemma", "llama3", "qwen3", "gpt2", "bert", "mixtral", "vit", "whisp
 KINDS = ("full", "LoRA", "int8 + LoRA", "int4 + LoRA")
 LAYOUTS = ("mirrored 2", "2 workers", "ZeRO 3", "pipeline 2", "tensor 2", "data 2 x tensor 2")
 LIMITS = "../explained/limits.md#models-over-several-devices"
-REFUSALS = {"quantized": "it is quantized"}
+REFUSALS = {"quantized": "quantized"}
 """Names of the refusals, each with words of its message; the page of limits says why."""
 BOUND = 1e-5
 ROUND = 24
@@ -88,7 +88,7 @@ def shown(found: dict | None) -> str:
     if found is None:
         return "not run"
     if "refused" in found:
-        names = [name for name, words in REFUSALS.items() if words in found["refused"]]
+        names = [name for name, words in REFUSALS.items() if words in found["refused"].lower()]
         return f"[{names[0]}]({LIMITS})" if names else "refused"
     if "weights" not in found:
         return f"**{next(iter(found))}**"
