@@ -3,9 +3,10 @@
 Workers are processes on this machine, with one CPU device each: two with whole weights, four with ZeRO stage 3. For
 each it prints the bytes that it writes over all bytes, the growth of its memory (without pages of files) while it saves
 and loads, the milliseconds that the step waits for a save beside those of the copy alone and of the write; medians, and
-the largest growth, over the saves. Each wait is measured between two copies, and divided by their mean: so other work
-on the machine counts on both sides. The median of these ratios comes with its quartiles. glibc gives freed arrays back
-at once here, so that growth is what is in use.
+the largest growth, over the saves. Each wait is measured between two copies (of an equal model, which does not train),
+and divided by their mean: so other work on the machine counts on both sides. The median of these ratios comes with its
+quartiles. The comparison of replicas that precedes a save (`check_replicas`) is measured by itself. glibc gives freed
+arrays back at once here, so that growth is what is in use.
 
 `--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the starts after
 which the newest checkpoint could not be read. `--keras` measures the growth of one process's memory while it saves a
@@ -40,6 +41,7 @@ KERAS_FILES = {
     "a run with a schedule of tfgpu's, on 4 replicas": (0, "--of-run"),
     "the same with ZeRO stage 3": (3, "--of-run"),
 }
+TIMES = ("waits", "copies", "writes", "comparisons")
 TIMEOUT_S = 900
 ENDLESS = 100_000
 app = typer.Typer()
@@ -95,37 +97,40 @@ def worker(folder: Path, stage: int, width: int, saves: int) -> None:
     import tfgpu
     from tfgpu.callbacks import Checkpoint
     from tfgpu.checkpoint import Writer
-    from tfgpu.core.state import parts
+    from tfgpu.core.state import parts, training_state
 
     strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])
-    model, again = build(strategy, stage, width), build(strategy, stage, width)
-    found = {"waits": [], "copies": [], "ratios": [], "writes": [], "growth": []}
+    model, equal, again = (build(strategy, stage, width) for _ in range(3))
+    found = {"waits": [], "copies": [], "ratios": [], "writes": [], "growth": [], "comparisons": []}
 
     class Timed(Checkpoint):
         def _save(self, *args, **kwargs):
-            before = self._copy_s()
+            began = time.perf_counter()
+            training_state.settle(self.model)
+            comparison, before = time.perf_counter() - began, self._copy_s()
             with Growth() as growth:
                 began = time.perf_counter()
                 super()._save(*args, **kwargs)
                 wait = time.perf_counter() - began
                 self._finish_writing(self.model)
             copy = (before + self._copy_s()) / 2
-            for name, value in {"waits": wait, "copies": copy, "ratios": wait / copy, "growth": growth.bytes}.items():
+            values = {"waits": wait, "copies": copy, "ratios": wait / copy, "growth": growth.bytes}
+            for name, value in {**values, "comparisons": comparison}.items():
                 found[name].append(value)
 
         def _copy_s(self):
             began = time.perf_counter()
-            parts.copy(self.model, metrics=True)
+            parts.copy(equal, metrics=True)
             return time.perf_counter() - began
 
     class Timing(Writer):
-        def put(self, what, write):
+        def put(self, what, write, **options):
             def timed():
                 began = time.perf_counter()
                 write()
                 found["writes"].append(time.perf_counter() - began)
 
-            super().put(what, timed)
+            super().put(what, timed, **options)
 
     rows = 8
     x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
@@ -242,14 +247,17 @@ def measure(name: str, width: int, saves: int) -> None:
             end(processes)
     total = sum(answer["bytes"] for answer in answers)
     print(f"\n{name}: a checkpoint of {total / 1e6:.1f} MB, {saves} saves")
-    print("| worker | writes | grows to save | grows to load | step waits | copy alone | wait over copy | write |")
+    print(
+        "| worker | writes | grows to save | grows to load | step waits | copy alone | wait over copy | write "
+        "| comparison |"
+    )
     for rank, answer in enumerate(answers):
-        milliseconds = [1000 * statistics.median(answer[key]) for key in ("waits", "copies", "writes")]
+        milliseconds = [1000 * statistics.median(answer[key]) for key in TIMES]
         grows = [f"{size / 1e6:.1f} MB ({size / total:.2f})" for size in (max(answer["growth"]), answer["load"])]
-        waits, copies, writes = [f"{each:.1f} ms" for each in milliseconds]
+        waits, copies, *rest = [f"{each:.1f} ms" for each in milliseconds]
         low, middle, high = statistics.quantiles(answer["ratios"], n=4)
         ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        print("|", " | ".join([str(rank), f"{answer['bytes'] / total:.1%}", *grows, waits, copies, ratio, writes]), "|")
+        print("|", " | ".join([str(rank), f"{answer['bytes'] / total:.1%}", *grows, waits, copies, ratio, *rest]), "|")
 
 
 def kill(count: int, width: int) -> None:

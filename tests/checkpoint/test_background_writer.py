@@ -57,6 +57,13 @@ def test_an_error_is_raised_once_and_the_rest_is_written(tmp_path, caplog):
     writer.wait()
     assert (tmp_path / "b").read_text() == "b"
     assert "gone/a failed" in caplog.text
+    writer.put(tmp_path / "gone" / "c", lambda: (tmp_path / "gone" / "c").write_text("c"))
+    [thread.join() for thread in threads()]
+    assert writer.has_failed
+    writer.put(tmp_path / "d", lambda: (tmp_path / "d").write_text("d"), raises=False)
+    with pytest.raises(MachineError, match="gone/c failed"):
+        writer.wait()
+    assert not writer.has_failed and (tmp_path / "d").read_text() == "d"
 
 
 def test_a_write_that_fails_with_the_block_is_a_note():

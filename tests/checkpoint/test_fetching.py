@@ -73,8 +73,8 @@ def test_what_fails_on_the_chief_fails_on_all_workers(together, tmp_path):
     chief, other = answers["worker0"], answers["worker1"]
     unsaved = "InputError: The state of 'odd' contains a value of type `object`, which cannot be saved."
     assert chief["state"].startswith(unsaved) and chief["tasks"].startswith(unsaved)
-    for name in ("state", "tasks"):
-        assert other[name].startswith("MachineError: Saving "), other
+    for name, doing in (("state", "Writing to"), ("tasks", "Saving to")):
+        assert other[name].startswith(f"MachineError: {doing} "), other
         assert "failed on another worker. See that worker's error." in other[name]
     for name in ("write", "last write", "leave"):
         for said in (chief, other):  # both write there

@@ -44,19 +44,28 @@ class Writer:
         self._changed = threading.Condition()
         self._is_running = False
 
-    def put(self, what: str | Path, write: Callable[[], object]) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write has failed since the last error was raised."""
+        with self._changed:
+            return bool(self._failed)
+
+    def put(self, what: str | Path, write: Callable[[], object], *, raises: bool = True) -> None:
         """Hands over one write.
 
         Args:
             what: the file or folder, for the error message.
             write: writes it; called in the thread.
+            raises: whether to raise the error of an earlier write. If not, `wait` or a later `put` does.
 
         Raises:
             MachineError: an earlier write has failed. This one is still done.
         """
+        failed: list[tuple[str, BaseException]] = []
         with self._changed:
             self._changed.wait_for(lambda: len(self._jobs) < self._most)
-            failed, self._failed = self._failed, []
+            if raises:
+                failed, self._failed = self._failed, []
             self._jobs.append((str(what), write))
             if not self._is_running:
                 self._is_running = True

@@ -16,7 +16,7 @@ from tfgpu.checkpoint.callback_state import CallbackStates
 from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch, load
 from tfgpu.checkpoint.frozen_base import FrozenBase
-from tfgpu.checkpoint.parts_writer import Agreement, PartsWriter
+from tfgpu.checkpoint.parts_writer import PartsWriter
 from tfgpu.checkpoint.preemption import Preemption
 from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress, plain_logs
 from tfgpu.checkpoint.storage import Position, Snapshot
@@ -60,7 +60,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Raises:
         InputError: an argument is out of range; in `fit`, the checkpoint belongs to another model or all are damaged.
-        MachineError: a checkpoint could not be written; raised at the beginning, at the next save or at the end.
+        MachineError: a checkpoint could not be written; raised at the beginning, at the next save or at the end, on
+            several workers after the next block of steps.
         Preempted: by `fit`, after a signal; the training is saved.
 
     Example:
@@ -114,6 +115,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._progress = RunProgress()
         self._read: Snapshot | None = None  # what this `fit` resumes from, until it has reached that position
         self._saved: str | None = None
+        self._unsaved: Exception | None = None  # why this worker could not save, until all raise
 
     # Restoring
 
@@ -161,8 +163,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._disks = disks.compare(self.model.distribute_strategy, self._directory, is_chief=self._is_chief)
         self._parts = PartsWriter(self._directory, self._disks)
         spans = replication.spans_processes(self.model.distribute_strategy)
-        self._preemption = self._run.stop_request = Preemption(spans=spans, go_on=self.go_on)
+        self._preemption = Preemption(spans=spans, go_on=self.go_on, must_stop=self._must_stop)
+        self._run.stop_request = self._preemption
         self._run.exits.enter_context(self._preemption.listening(self._leave_on))
+        self._run.exits.enter_context(self._parts)
         self._run.exits.enter_context(self._writer)  # A `fit` that fails finishes writing before another one reads.
         if self._every is not None:
             self._run.ends.append(lambda: self._every - self._progress.step % self._every)
@@ -267,7 +271,10 @@ class Checkpoint(keras.callbacks.Callback):
         return self._progress.position(data_epoch=self._seeker.first_epoch, **facts)
 
     def _save(self, callbacks, position: Position, *, draws=None, random=None, metrics: bool = False) -> None:
-        """Copies the state and hands it to the background writer. On several workers, each must call it."""
+        """Copies the state and hands it to the background writer. On several workers, each calls it at the same step.
+
+        There it raises no error of a save, so that none is left waiting: all hear of one after the next block.
+        """
         if position.name == self._saved:
             return
         self._saved = position.name
@@ -276,16 +283,16 @@ class Checkpoint(keras.callbacks.Callback):
             training_state.settle(self.model)
             return
         saved = parts.copy(self.model, metrics=metrics, instead=draws, without=self._base.names)
-        path, strategy = self._directory / position.name, self.model.distribute_strategy
-        agreed = Agreement(is_open=self._disks.count == 1)
-
-        def save() -> None:
+        path = self._directory / position.name
+        is_alone = self._disks.count == 1
+        try:
             memory = self._memory(random) if self._disks.is_chief else None
             write = self._parts.job(position, saved, memory, lambda path: self._prune(path, position))
-            self._writer.put(path, lambda: agreed.wait() and write())
-
-        with agreed:
-            fail_together(strategy, save, f"Saving {path}")
+        except Exception as error:
+            if is_alone:
+                raise
+            self._unsaved, write = self._unsaved or error, self._parts.no_job()
+        self._writer.put(path, write, raises=is_alone)  # waits for no other worker; for failures see `_must_stop`
 
     def _memory(self, random) -> dict[str, Any]:
         return {
@@ -313,7 +320,17 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _finish_writing(self, model: keras.Model) -> None:
         """Returns when everything is written. On several workers, each must call it."""
-        fail_together(model.distribute_strategy, self._writer.wait, f"Writing to {self._directory}")
+        fail_together(model.distribute_strategy, self._wait, f"Writing to {self._directory}")
+
+    def _wait(self) -> None:
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is not None:
+            raise unsaved
+        self._writer.wait()
+
+    def _must_stop(self) -> bool:
+        """Whether a save has failed, so that all workers stop after the same block and raise the error."""
+        return self._unsaved is not None or self._writer.has_failed
 
 
 def _check_count(name: str, value) -> None:

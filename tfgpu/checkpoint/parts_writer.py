@@ -1,8 +1,11 @@
-"""Writes checkpoints: every worker its own file, the chief the facts, once all files are on the disks."""
+"""Writes checkpoints: every worker its own file, the chief the facts, once all files are on the disks.
+
+Workers agree on a save in the threads that write, not in the training: a checkpoint is complete if every worker has
+told the chief that its file is. A worker that fails, or leaves before the save, tells the others.
+"""
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,35 +19,15 @@ from tfgpu.core.workers.messages import Messages
 from tfgpu.errors import MachineError
 
 
-class Agreement:
-    """Lets threads write only if all workers have got as far as this one.
-
-    As a context manager: the block is what may fail on some worker, and then fails on all.
-
-    Args:
-        is_open: there is nobody to agree with.
-    """
-
-    def __init__(self, *, is_open: bool = False):
-        self._is_made, self._decided = is_open, threading.Event()
-        if is_open:
-            self._decided.set()
-
-    def wait(self) -> bool:
-        """Whether to write; waits until that is known."""
-        self._decided.wait()
-        return self._is_made
-
-    def __enter__(self) -> "Agreement":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._is_made |= kind is None
-        self._decided.set()
+class _Left(Exception):
+    """A worker does not take part in this save: its training has ended, or it cannot."""
 
 
 class PartsWriter:
     """Writes the checkpoints of one run. Several workers write together, each with one of these.
+
+    As a context manager around the training: if the block fails, the other workers do not wait for this one's part of
+    the next save. Enter it before the writer whose thread runs the jobs, which then ends first.
 
     Args:
         directory: where this worker's go.
@@ -68,18 +51,35 @@ class PartsWriter:
         Returns:
             A function that raises OSError or MachineError if the checkpoint could not be written.
         """
-        self._number += 1
         path = self._directory / position.name
 
         def write() -> None:
+            self._number += 1  # of jobs that run: one that Ctrl-C keeps from being handed over has none
             if self._disks.count == 1:
                 storage.write(path, position, saved, memory)
                 prune(path)
-            elif _Save(path, self._disks, number).write(position, saved, memory):
+            elif _Save(path, self._disks, self._number).write(position, saved, memory):
                 prune(path)
 
-        number = self._number
         return write
+
+    def no_job(self) -> Callable[[], None]:
+        """What takes a job's place on a worker that cannot make it: none writes that checkpoint."""
+
+        def leave() -> None:
+            self._number += 1
+            if self._disks.count > 1:
+                _Save(self._directory / "none", self._disks, self._number).leave()
+
+        return leave
+
+    def __enter__(self) -> "PartsWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self._disks.writes:
+            with contextlib.suppress(MachineError):  # the others find out that this one is gone
+                self.no_job()()
 
 
 class _Save:
@@ -95,13 +95,11 @@ class _Save:
         self._path, self._disks = path, disks
         self._aside = path.with_name(f".{path.name}.{disks.token}-{number}")
         self._messages = Messages(_scope(disks, number))
-        self._before_last = Messages(_scope(disks, number - 2))
+        self._last = Messages(_scope(disks, number - 1))
 
     def write(self, position: Position, saved: StateParts, memory: Any) -> bool:
         """Writes it; returns whether this worker renames and removes folders on its disk."""
         disks = self._disks
-        if disks.is_chief:
-            self._before_last.forget()  # all have written the last, so they have read what was said before it
         try:
             facts = self._write_own(position, saved, memory)
             if not disks.is_leader:
@@ -113,12 +111,20 @@ class _Save:
             self._put(text)
             self._heard("done/0", 0)  # the older ones stay until then
             return True
+        except _Left:
+            self.leave()
+            return False
         except BaseException as error:
-            self._tell_failure(error)
+            kind = "" if isinstance(error, MachineError) else f"{type(error).__name__}: "
+            self._tell_instead({"error": f"{kind}{error}"})
             raise
         finally:
             if disks.is_leader:
                 self._clear()
+
+    def leave(self) -> None:
+        """Tells the others that there will be no such checkpoint."""
+        self._tell_instead({"left": True})
 
     def _write_own(self, position: Position, saved: StateParts, memory: Any) -> dict[str, Any]:
         facts = {}
@@ -134,6 +140,7 @@ class _Save:
         """The content of the facts' file, which the chief tells the other disks."""
         count = self._disks.count
         files = {manifest.file_name(rank, count): self._heard(f"part/{rank}", rank) for rank in range(count)}
+        self._last.forget()  # all write this one, so they have done the last, and have read what was said of it
         text = manifest.text_of(facts, files).decode()
         if len(set(self._disks.leaders)) > 1:
             self._messages.put("facts", _said(text))
@@ -156,17 +163,18 @@ class _Save:
             MachineError: it has failed, or no longer answers.
         """
         found = json.loads(self._messages.wait(key, rank))
+        if "left" in found:
+            raise _Left
         if "error" in found:
             raise MachineError(f"{self._messages.name(rank)}: {found['error']}")
         return found["value"]
 
-    def _tell_failure(self, error: BaseException) -> None:
-        """Tells those that wait for this worker; what it has said already stays."""
-        said = json.dumps({"error": str(error) if isinstance(error, MachineError) else f"{_kind(error)}: {error}"})
+    def _tell_instead(self, what: dict[str, Any]) -> None:
+        """Tells those that wait for this worker what else has happened; what it has said already stays."""
         keys = [f"part/{self._disks.rank}", f"done/{self._disks.rank}"]
         with contextlib.suppress(MachineError):  # the first error says more
             for key in [*keys, "facts"] if self._disks.is_chief else keys:
-                self._messages.put(key, said)
+                self._messages.put(key, json.dumps(what))
 
     def _clear(self) -> None:
         """Removes what is left aside, once no worker of this disk writes there any more."""
@@ -186,7 +194,3 @@ def _scope(disks: Disks, number: int) -> str:
 
 def _said(value: Any) -> str:
     return json.dumps({"value": value})
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tfgpu.errors import Preempted
 
@@ -22,23 +22,34 @@ class Preemption:
     Args:
         spans: whether the run spans several processes, which must agree first.
         go_on: how to resume the run, for the message.
+        must_stop: whether this process has a reason of its own to stop a run that spans several.
 
     Attributes:
-        is_requested: this process was asked to stop.
-        is_agreed: all processes of the run know of it.
+        is_agreed: all processes of the run know that one of them must stop.
         name: the name of the signal.
         is_left: the run ends with `Preempted`.
     """
 
-    def __init__(self, *, spans: bool, go_on: str = "Start the same command again to resume."):
-        self._spans, self._go_on = spans, go_on
-        self.is_requested = self.is_agreed = self.is_left = False
+    def __init__(
+        self,
+        *,
+        spans: bool,
+        go_on: str = "Start the same command again to resume.",
+        must_stop: Callable[[], bool] = lambda: False,
+    ):
+        self._spans, self._go_on, self._must_stop = spans, go_on, must_stop
+        self._is_asked = self.is_agreed = self.is_left = False
         self.name = "another worker's signal"
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this process was asked to stop, or must."""
+        return self._is_asked or self._must_stop()
 
     @property
     def is_due(self) -> bool:
         """Whether to stop now; the same on all processes that train together."""
-        return self.is_agreed if self._spans else self.is_requested
+        return self.is_agreed if self._spans else self._is_asked
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
@@ -58,7 +69,7 @@ class Preemption:
             before = {number: signal.getsignal(number) for number in signals}
 
         def handle(number: int, frame) -> None:
-            self.is_requested, self.name = True, signal.Signals(number).name
+            self._is_asked, self.name = True, signal.Signals(number).name
 
         try:
             for number in before:
@@ -66,12 +77,12 @@ class Preemption:
             yield
         finally:
             for number, handler in before.items():
-                if self.is_requested:  # a function: child processes do not inherit it
+                if self._is_asked:  # a function: child processes do not inherit it
                     signal.signal(number, lambda *_: None)
                     atexit.register(signal.signal, number, signal.SIG_IGN)
                 else:
                     signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not install
-        if self.is_requested and not self.is_left:
+        if self._is_asked and not self.is_left:
             raise self.leave("The training was complete.")
 
     def leave(self, what_is_saved: str) -> Preempted:
