@@ -42,6 +42,9 @@ def test_every_row_keeps_the_rules_of_gpus():
         assert facts["between GPUs it fails or is slow"] == [] and facts["no kernel for GPUs"] == on_host, name
         assert all(" nccl x" in each for each in facts["collectives of a GPU"]), name
         assert " one " not in name or facts["collectives of a GPU"] == [], name
+        asks_for_rows = name.startswith("predict")  # how many each worker has; nobody asks whether the data has ended
+        assert asks_for_rows or "collectives of the host" not in facts, name
+        assert asks_for_rows or all(" float" in each for each in facts["collectives of a GPU"]), name
         if name.startswith("fit") and " even" in name and "error on CPUs" not in facts:
             assert facts["steps in a call"] == "many", name
 
