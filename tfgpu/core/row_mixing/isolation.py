@@ -120,7 +120,12 @@ class Sandbox:
     Args:
         things: the code, and what it works on.
         layers: where given, of all layers these alone may be changed.
+
+    Attributes:
+        is_later: runs see the counters as they are after many steps.
     """
+
+    is_later = False
 
     def __init__(self, *things: object, layers: Iterable[keras.layers.Layer] | None = None):
         self._kept = python_state.Kept([*things, private.thread_state()], layers)
@@ -129,7 +134,7 @@ class Sandbox:
     @contextlib.contextmanager
     def around(self, found: Recorder, seed: int = 0) -> Iterator[Apart]:
         """Surrounds one run, of which `found` is told what it would assign."""
-        scope = Apart(self._kept.variables)
+        scope = Apart(self._kept.variables, is_later=self.is_later)
         try:
             with kept_draws(seed), scope, self._kept.without_iterators():
                 yield scope

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tfgpu.core.row_mixing.row_sums import Meetings
     from tfgpu.core.row_mixing.scalar_updates import Scalar
 
+_LATER, _NOT_ZERO = 97, 0.7
+
 ROWS = 7
 """That are drawn in all."""
 
@@ -268,13 +270,16 @@ class Apart(StatelessScope):
 
     Args:
         plain: TensorFlow's own variables that the step can reach.
+        is_later: Keras's counters are read as after many steps, and scalars that are 0 as another number: a loss that
+            is warmed up has no weight in the first step.
 
     Attributes:
         made: Keras variables that the step has made.
     """
 
-    def __init__(self, plain: Sequence[tf.Variable] = ()):
+    def __init__(self, plain: Sequence[tf.Variable] = (), *, is_later: bool = False):
         super().__init__(collect_losses=True)
+        self._is_later = is_later
         self.made: list[keras.Variable] = []
         self._variables: dict = {}
         self._begun: dict = {}
@@ -305,6 +310,9 @@ class Apart(StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> object | None:
         """The value that the step would see, also where nothing was assigned: Keras gives it to regularizers."""
         found = super().get_current_value(variable)
+        if found is None and self._is_later and _is_counter(variable):
+            self.begin_with(variable, self._as_variable(_later(variables.held(variable))))
+            return super().get_current_value(variable)
         return variables.held(variable) if found is None else found
 
     def add_update(self, update: tuple) -> None:
@@ -319,7 +327,7 @@ class Apart(StatelessScope):
     def _as_variable(self, value: tf.Tensor) -> tf.Variable:
         self._is_holding = True
         try:
-            return tf.Variable(value)
+            return tf.Variable(value, trainable=value.dtype.is_floating)
         finally:
             self._is_holding = False
 
@@ -357,6 +365,19 @@ class Apart(StatelessScope):
     def with_one_copy(self) -> list[int]:
         """TensorFlow's own variables that the step has not made, and of which there is one copy, by `id`."""
         return [id(each) for each, _ in self._plain if not isinstance(each, tf.distribute.DistributedValues)]
+
+
+def _is_counter(variable: keras.Variable) -> bool:
+    """Whether it is a scalar that a step may count with, or that a callback raises; not one of a metric."""
+    is_number = tf.as_dtype(variable.dtype).is_integer or tf.as_dtype(variable.dtype).is_floating
+    return is_number and not (len(variable.shape) or variable.trainable or variable.synchronization == "on_read")
+
+
+def _later(value: tf.Variable) -> tf.Tensor:
+    now = tf.convert_to_tensor(value)
+    if now.dtype.is_integer:
+        return now + tf.cast(_LATER, now.dtype)
+    return tf.where(now == 0, tf.cast(_NOT_ZERO, now.dtype), now)
 
 
 def _array(value: object) -> np.ndarray:
