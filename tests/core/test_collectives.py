@@ -51,7 +51,7 @@ def test_a_nan_stays_on_its_replica():
 def test_the_largest_values_and_the_rows_of_each_take_no_product():
     def step():
         rows = replication.replica_number(replication.replica_context()) + 1
-        with batch_rows.given(tf.constant(rows)):
+        with batch_rows.given(tf.constant(rows), {}):
             found = batch_rows.known_rows()
         return *row_sums.most([number() + 2.0**-20]), found.offset, found.total
 

@@ -78,6 +78,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "MirroredExtended": ("tensorflow.python.distribute.mirrored_strategy:MirroredExtended",),
     "MirroredReplicaThread": ("tensorflow.python.distribute.mirrored_run:_MirroredReplicaThread",),
     "collective_ops": ("tensorflow.python.ops.collective_ops",),
+    "cond_module": ("tensorflow.python.ops.cond",),
     "custom_gradient": ("tensorflow.python.ops.custom_gradient",),
     "mirrored_strategy": ("tensorflow.python.distribute.mirrored_strategy",),
     "random_seed": ("tensorflow.python.framework.random_seed",),

@@ -156,6 +156,16 @@ def without_recording() -> AbstractContextManager:
     return record.stop_recording()
 
 
+def is_recorded() -> bool:
+    """Whether a gradient tape may record what this thread does."""
+    return record.could_possibly_record()
+
+
+def is_of_autograph(function: Callable) -> bool:
+    """Whether AutoGraph has made a branch of a condition from an `if`."""
+    return "if_stmt" in getattr(function, "__qualname__", "")
+
+
 def let_graph_own_gradient(operation: tf.Operation) -> None:
     """Makes the custom gradient of an operation live as long as the operation's graph, instead of forever.
 

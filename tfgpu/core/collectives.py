@@ -77,6 +77,10 @@ def packs_of(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Ten
     return sorted(packs, key=min, reverse=True)
 
 
+class CannotCommunicate(InputError):
+    """Replicas tried to communicate in a graph inside the step's."""
+
+
 def sum_columns(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Tensor]]) -> list[Sequence[tf.Tensor]]:
     """Sums gradients over replicas, in cross-replica context; arguments as for `packs_of`.
 
@@ -371,14 +375,14 @@ def explained_merge_call() -> Iterator[None]:
     """Raises a clear error if TensorFlow says that `merge_call` was called in another graph.
 
     Raises:
-        InputError: the replicas tried to communicate in a graph inside the step's.
+        CannotCommunicate: the replicas tried to communicate in a graph inside the step's.
     """
     try:
         yield
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
-        raise InputError(
+        raise CannotCommunicate(
             "Replicas cannot communicate inside tf.cond, tf.while_loop or a tf.function with jit_compile=True, as Batch"
             "Normalization and `optimizer.apply` must. Move it out, or compute both sides and choose with tf.where."
         ) from error

@@ -18,7 +18,7 @@ from tfgpu.compat.keras import tree
 from tfgpu.core import (
     batch_rows,
     batch_sharding,
-    nested_functions,
+    nested_graphs,
     replica_attributes,
     replication,
     step_context,
@@ -120,7 +120,7 @@ class LoopBuilder:
     def _compile(self, function: Callable) -> Callable:
         if self._model.run_eagerly:
             return tf.autograph.experimental.do_not_convert(function)
-        return nested_functions.own(function, reduce_retracing=True)
+        return nested_graphs.own(function, reduce_retracing=True)
 
     def _run_one(self, data, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
         """One step on distributed data: returns the logs, and the result of the workers' vote."""

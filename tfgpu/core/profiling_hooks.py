@@ -30,7 +30,7 @@ _READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/v
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
 _OURS = str(Path(__file__).resolve().parents[1])
 # Our files through which a script calls TensorFlow.
-_SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_functions.py")
+_SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_graphs.py")
 
 
 class Listener(Protocol):

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfgpu.compat import optimizers, slots
 from tfgpu.compat.keras import LossScaleOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, extensions, gradients, nested_functions, replication, step_context, traffic, travel
+from tfgpu.core import collectives, extensions, gradients, nested_graphs, replication, step_context, traffic, travel
 from tfgpu.core.state import layer_state, training_state
 from tfgpu.errors import InputError, MachineError
 
@@ -138,7 +138,7 @@ class Averager:
         self.outer, self.sent = None, {}
         self._anchors = ()
         self._optimizers, self._assigned = {}, {}
-        self._settle = nested_functions.own(self._settled)
+        self._settle = nested_graphs.own(self._settled)
         if self._inner is None and (settings.after or settings.outer):
             raise InputError("`after` and `outer` need an optimizer of the model. Give `model.compile` one.")
         with tf.init_scope(), self._strategy.scope():

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, training
 from tfgpu.compat.keras import EpochIterator
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, nested_functions, step_blocks
+from tfgpu.core import extensions, nested_graphs, step_blocks
 from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, MachineError
@@ -144,7 +144,7 @@ def _remote_steps_of(model) -> list[RemoteSteps]:
 
 def _predict_here(model) -> Callable:
     """Predicts on the coordinator, in the order of the data, with the weights of the parameter servers."""
-    step = nested_functions.own(training.without_optionals(model, model.predict_step), reduce_retracing=True)
+    step = nested_graphs.own(training.without_optionals(model, model.predict_step), reduce_retracing=True)
 
     def predict(data: list):
         found = [step(batch) for batch in data]

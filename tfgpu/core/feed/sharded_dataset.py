@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import nested_functions, replication, step_blocks, step_context, worker_rows, worker_vote
+from tfgpu.core import nested_graphs, replication, step_blocks, step_context, worker_rows, worker_vote
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
 from tfgpu.core.dealing import sharing
 from tfgpu.core.feed import early_cut
@@ -277,7 +277,7 @@ def _compiled_shard(data: ShardedDataset, has_rows: bool) -> Callable:
     key = repr(tf.nest.map_structure(but_for_rows, data.dataset.element_spec)), gives_row_ranges, has_rows, rows
     if key not in kept:
         cut = functools.partial(shard_rows if has_rows else shard, strategy, gives_row_ranges=gives_row_ranges)
-        kept[key] = nested_functions.own(functools.partial(cut, rows=rows), reduce_retracing=True)
+        kept[key] = nested_graphs.own(functools.partial(cut, rows=rows), reduce_retracing=True)
     return kept[key]
 
 

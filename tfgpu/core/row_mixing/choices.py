@@ -168,6 +168,8 @@ def _marked(thing: Thing, choice: str) -> Thing:
         )
     if isinstance(thing, types.MethodType):  # what it holds is its function's, of all objects
         thing = _as_function(thing)
+    if (function := getattr(thing, "python_function", None)) is not None:  # a tf.function makes another for each object
+        slots.of(function).rows_choice = choice
     try:
         slots.of(thing).rows_choice = choice
     except (AttributeError, TypeError):  # one of Python's own

@@ -22,7 +22,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.core import replication, step_context
 from tfgpu.core.row_mixing.step_recorder import Apart, Recorder
-from tfgpu.core.state import python_state
+from tfgpu.core.state import layer_state, python_state
 from tfgpu.core.step_context import RowRange, Step
 from tfgpu.errors import InputError
 
@@ -136,9 +136,9 @@ class Sandbox:
         """Surrounds one run, of which `found` is told what it would assign."""
         scope = Apart(self._kept.variables, is_later=self.is_later)
         try:
-            with kept_draws(seed), scope, self._kept.without_iterators():
+            with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_sums() as added:
                 yield scope
-            found.assigned, found.has_made = scope.assigned(), bool(scope.made_variables())
+            found.assigned, found.has_made = scope.assigned(added), bool(scope.made_variables())
             found.changes = self._kept.changes()
             found.generators = self._kept.draws(found.changes)
             found.counts = self._kept.counts(found.changes)

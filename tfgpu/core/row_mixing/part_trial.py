@@ -238,7 +238,7 @@ class Trial:
             unchanged = dataclasses.replace(variable, after=variable.before)
             found = [part.assigned.get(key, unchanged).after for part in parts]
             noisy = again.assigned.get(key, unchanged).after
-            ways = _ways_together(variable, found, self._shares(parts, is_plain=variable.is_plain))
+            ways = self._ways_of(variable, found, parts)
             ways = {way for way, value in ways.items() if _are_close([variable.after], [value], [noisy], close)}
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
@@ -248,6 +248,10 @@ class Trial:
             if not ways:
                 return f"the variable {variable.path!r}"
         return None
+
+    def _ways_of(self, variable: Assigned, found: list, parts: list[Recorder]) -> dict[str, np.ndarray]:
+        """What replicas may make of their values of a variable, by name."""
+        return _ways_together(variable, found, self._shares(parts, is_plain=variable.is_plain))
 
     def _are_outputs(self, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> bool:
         """Whether the parts' predictions are the whole's: rows one after another, and else the same of each."""

@@ -1,7 +1,7 @@
 """Records what a step of the user's own does on random rows; nothing that it does stays."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -37,6 +37,8 @@ class Assigned:
         before, after: its values.
         owner: what it belongs to, of a variable that the step has made itself.
         is_plain: it is one of TensorFlow's own.
+        is_own: each replica keeps its value (`synchronization="on_read"`).
+        is_added: something was added to it, in place of a value assigned.
     """
 
     path: str
@@ -45,6 +47,8 @@ class Assigned:
     after: np.ndarray
     owner: object = None
     is_plain: bool = False
+    is_own: bool = False
+    is_added: bool = False
 
 
 @dataclass
@@ -341,14 +345,19 @@ class Apart(StatelessScope):
         of_keras = {id(variables.held(each)) for each in self.made}
         return [*self.made, *(each for each, _ in self._made_plain if id(each) not in of_keras)]
 
-    def assigned(self) -> dict[object, Assigned]:
-        """Variables by `id`, or by the number of one that the step has made, with the values that they would have."""
+    def assigned(self, added: Container[int] = ()) -> dict[object, Assigned]:
+        """Variables by `id`, or by the number of one that the step has made, with the values that they would have.
+
+        Args:
+            added: the `id`s of Keras variables to which something was added.
+        """
         keys = {id(each): ("made", number) for number, each in enumerate(self.made_variables())}
         found = {}
         for key, each in self._variables.items():
             owner = ("made", each.path.rpartition("/")[0]) if key in keys else None
             before, after = self._begun.get(key, variables.held(each)), self.get_current_value(each)
-            found[keys.get(key, key)] = Assigned(each.path, each.aggregation, _array(before), _array(after), owner)
+            how = {"owner": owner, "is_own": each.synchronization == "on_read", "is_added": key in added}
+            found[keys.get(key, key)] = Assigned(each.path, each.aggregation, _array(before), _array(after), **how)
         of_keras = {id(variables.held(each)) for each in self.made}
         for each, value in [*self._plain, *(pair for pair in self._made_plain if id(pair[0]) not in of_keras)]:
             before, after = _array(value), _array(variables.local_value(each))

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers, slots, training
-from tfgpu.core import replica_attributes, replication, step_context, worker_rows
+from tfgpu.core import nested_graphs, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.replica_attributes import PythonState
 from tfgpu.core.row_mixing import (
@@ -113,7 +113,7 @@ class _Question:
 
     def answer(self, have_rows: list | None, arguments: dict, python: PythonState | None) -> bool:
         """Notes what is found, and says it where the step does not simply run by rows."""
-        chosen = {choices.of(_function(self._model, each)) for each in self._own} - {None}
+        chosen = {choices.of(_method(self._model, each)) for each in self._own} - {None}
         if chosen:
             return self._marked(choices.ON_ALL_ROWS in chosen)
         try:
@@ -246,9 +246,13 @@ def _own_methods(model: keras.Model, step_function: Callable) -> list[str]:
 
 
 def _function(model: keras.Model, name: str) -> Callable | None:
-    """The function of a method, also where `parallel` runs the method on devices of its own."""
+    return function_of(_method(model, name))
+
+
+def _method(model: keras.Model, name: str) -> Callable:
+    """A method, or a tf.function of one, also where `parallel` runs it on devices of its own."""
     method = getattr(model, name)
-    return function_of(getattr(method, "unplaced", method))
+    return getattr(method, "unplaced", method)
 
 
 def _is_of_keras(function: Callable | None) -> bool:
@@ -288,7 +292,11 @@ class _StepTrial(Trial):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
 
     def _difference(self, batch) -> str | None:
-        found = super()._difference(batch)
+        with nested_graphs.counting_conditions() as met:
+            found = super()._difference(batch)
+        if found == "" and met:
+            with nested_graphs.taking_other_branches():
+                found = super()._difference(batch) or ""
         if found != "" or self._stand_ins is None:
             return found
         whole, *pieces = (self._recorded(batch, 0, ROWS, piece=at) for at in (None, *range(shard_trial.PIECES)))
@@ -312,6 +320,14 @@ class _StepTrial(Trial):
             for _ in range(0 if self._predicts else self._calls):
                 found.logs += self._logs(rows)
         return found
+
+    def _ways_of(self, variable, found: list, parts: list[Recorder]) -> dict[str, np.ndarray]:
+        ways = super()._ways_of(variable, found, parts)
+        if variable.is_plain:  # no replica hears of another's value, which the next step may use in any way
+            ways.pop("average", None)
+        elif variable.aggregation == "sum" and not variable.is_own:  # the rule of `layer_state`
+            ways = {"sum": ways["sum"] if variable.is_added else sum(found)}
+        return ways
 
     def _logs(self, rows) -> list[np.ndarray]:
         """The numbers in the logs of a step on some rows that are no metric results."""

@@ -82,7 +82,7 @@ def agreed(variable, value: tf.Tensor) -> tf.Tensor:
         return _kept_without_rows(variable, value)
     if variable.aggregation == "sum":
         return _sum(value)
-    if _is_same_everywhere(value):
+    if is_same_everywhere(value):
         return value
     if not _has_average(variable):
         return _first(value)
@@ -158,7 +158,7 @@ def mark_as_differing(variable) -> None:
     slots.of(variables.local_copy(variable)).differs_by_replica = True
 
 
-def _is_same_everywhere(value) -> bool:
+def is_same_everywhere(value) -> bool:
     """Whether a value in a graph is made only of constants and of variables that are the same on every replica."""
     if not tf.is_tensor(value):
         return True

@@ -1,0 +1,169 @@
+"""tf.functions and conditions in a step: in a graph of their own, replicas could not communicate."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+from tfgpu.compat import distribute
+from tfgpu.compat import tensorflow as private
+from tfgpu.compat.patch import wrap
+from tfgpu.core import collectives, step_context
+from tfgpu.core.replication import replica_context
+from tfgpu.core.state import layer_state
+from tfgpu.errors import InputError
+
+_met = step_context.Slot("nested_graphs.met")  # conditions, while a step is tried
+_takes_other = step_context.Slot("nested_graphs.takes_other")
+
+
+def inline_functions() -> None:
+    """Traces a `@tf.function` (a layer's `call`, a `train_step`) into the step that calls it.
+
+    TensorFlow makes a separate graph for it, in which `merge_call` fails: a BatchNormalization or an optimizer in it
+    could not communicate with the other replicas. A function with `jit_compile=True` stays separate, for XLA.
+    """
+
+    @wrap("Function.__call__")
+    def call(stock, self, *args, **kwargs):
+        is_tried = step_context.current().is_trying and tf.executing_eagerly()  # its numbers are looked at
+        in_step = step_context.step() is not None and not tf.executing_eagerly()
+        if not (is_tried or in_step) or private.asks_for_xla(self):
+            return stock(self, *args, **kwargs)
+        return private.python_function_of(self)(*args, **kwargs)
+
+
+def communicate_in_conditions() -> None:
+    """Lets replicas communicate in a branch of `tf.cond`, as `optimizer.apply` must: an update for each fourth batch.
+
+    TensorFlow gives each replica a condition of its own, whose branches the others cannot enter. Here all replicas
+    enter one condition together. They must agree on its predicate, and no gradient is taken of it.
+    """
+
+    @wrap("cond_module.cond")
+    def cond(stock, pred, true_fn=None, false_fn=None, *args, **kwargs):
+        if (met := _met.get()) is not None and tf.executing_eagerly():
+            met.append(true_fn)
+            pred = tf.logical_not(pred) if _takes_other.get() else pred
+        try:
+            return stock(pred, true_fn, false_fn, *args, **kwargs)
+        except collectives.CannotCommunicate as error:
+            facts = step_context.step()
+            if facts is None or not _is_replica_s_graph():
+                raise
+            _check_can_meet(error, pred, true_fn, sees_whole_batch=facts.whole is not None)
+        branches = _Branch(true_fn), _Branch(false_fn)
+        found = replica_context().merge_call(_together, args=(_agreed(pred), step_context.current(), *branches))
+        return branches[0].packed(found)
+
+
+@contextlib.contextmanager
+def counting_conditions() -> Iterator[list]:
+    """In the block, which runs eagerly, notes each `tf.cond`."""
+    met: list = []
+    with _met.set_to(met):
+        yield met
+
+
+@contextlib.contextmanager
+def taking_other_branches() -> Iterator[None]:
+    """In the block, which runs eagerly, each `tf.cond` takes the branch that it would not take."""
+    with counting_conditions(), _takes_other.set_to(True):
+        yield
+
+
+def _check_can_meet(error: InputError, pred, true_fn: Callable, *, sees_whole_batch: bool) -> None:
+    """Refuses a condition into which replicas cannot go together.
+
+    Raises:
+        InputError: a gradient is taken of it, its predicate may differ, or no trial has seen its branches.
+    """
+    if private.is_recorded():
+        raise InputError(f"{error} A gradient is taken of this condition.") from error
+    if not layer_state.is_same_everywhere(pred):
+        raise InputError(
+            f"{error} This condition depends on more than variables and constants, so replicas may disagree on it."
+        ) from error
+    if private.is_of_autograph(true_fn) and not sees_whole_batch:
+        raise InputError(
+            f"{error} If you keep the `if` on a tensor, mark the step with `@tfgpu.on_all_rows`."
+        ) from error
+
+
+def _is_replica_s_graph() -> bool:
+    """Whether this is a replica, in the graph in which it began."""
+    graph = getattr(threading.current_thread(), "graph", None)
+    return replica_context() is not None and graph is not None and graph is tf.compat.v1.get_default_graph()
+
+
+class _Branch:
+    """A branch of a replica's condition.
+
+    Args:
+        function: takes nothing, and returns a structure of tensors, operations and None.
+    """
+
+    def __init__(self, function: Callable):
+        self._function, self._found = function, None
+
+    def run(self) -> list[tf.Tensor]:
+        """Runs the branch in a replica; returns its tensors, one at least."""
+        self._found = self._function()
+        tensors = [tf.constant(0)]
+        for leaf in tf.nest.flatten(self._found):
+            if isinstance(leaf, tf.Operation):
+                with tf.control_dependencies([leaf]):
+                    tensors.append(tf.constant(True))
+            elif leaf is not None:
+                tensors.append(tf.convert_to_tensor(leaf))
+        return tensors
+
+    def packed(self, tensors: list[tf.Tensor]):
+        """The structure that the branch returned, with the condition's tensors."""
+        rest = iter(tensors[1:])
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), self._found)
+
+
+def _agreed(pred) -> tf.Tensor:
+    """A replica's predicate; the step fails where replicas disagree, who would wait for each other forever."""
+    pred = tf.cast(pred, tf.bool)
+    (count,) = collectives.sum_small([tf.cast(pred, tf.float32)])
+    agree = (count == 0) | (count == replica_context().num_replicas_in_sync)
+    said = "The replicas disagree on a condition in which they communicate. It is true on"
+    with tf.control_dependencies([tf.debugging.Assert(agree, [said, count])]):
+        return tf.identity(pred)
+
+
+def _together(strategy, pred, context, when_true, when_false) -> list:
+    """In cross-replica context: one condition, whose branches run on each replica."""
+
+    def run(branch) -> list[list[tf.Tensor]]:
+        found = strategy.extended.call_for_each_replica(_run_branch, args=(branch, context))
+        return [list(strategy.experimental_local_results(leaf)) for leaf in found]
+
+    first = strategy.experimental_local_results(pred)[0]
+    columns = tf.cond(first, functools.partial(run, when_true), functools.partial(run, when_false))
+    return [distribute.regroup(tuple(column)) for column in columns]
+
+
+def _run_branch(branch: _Branch, context: step_context.StepContext) -> list[tf.Tensor]:
+    step_context.adopt(context)
+    return branch.run()
+
+
+def own(function: Callable, **how) -> private.Function:
+    """Makes a tf.function without autograph that TensorFlow does not confuse with others.
+
+    TensorFlow counts tracings by the Python function's code object, which all functions from `do_not_convert` share:
+    five models that trace their steps once each would look like one function that is retraced, with a warning.
+
+    Args:
+        function: the Python function.
+        **how: further arguments of `tf.function`.
+    """
+    function = functools.partial(function)  # a partial has no code object, so TensorFlow counts by its wrapper
+    wrapper = tf.autograph.experimental.do_not_convert(function)
+    wrapper.__wrapped__ = function
+    return tf.function(wrapper, **how)
