@@ -120,7 +120,22 @@ class Totals(layers.Layer):
         return x - ops.mean(x, 0)
 
 
-MIXING = Seen, Balance, Queue, Largest, PlainVariable, Penalty, Contrast, OwnNorm, Keeping, Totals
+class Halves(layers.Layer):
+    """Normalizes each half of the batch by itself, as ghost batch normalization does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.norm.build(shape)
+
+    def call(self, x, training=False):
+        half = ops.shape(x)[0] // 2
+        return ops.concatenate([self.norm(part, training=training) for part in (x[:half], x[half:])], 0)
+
+
+MIXING = Seen, Balance, Queue, Largest, PlainVariable, Penalty, Contrast, OwnNorm, Keeping, Totals, Halves
 
 
 class Subclassed(keras.Model):

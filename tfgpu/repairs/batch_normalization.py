@@ -9,7 +9,7 @@ from keras import ops
 from tfgpu.compat import layers, slots
 from tfgpu.compat.keras import nn, tree
 from tfgpu.compat.patch import wrap
-from tfgpu.core import replication, step_context
+from tfgpu.core import batch_rows, replication, step_context
 from tfgpu.core.moments import global_moments, graph_order
 from tfgpu.core.state import layer_state
 from tfgpu.errors import unknown
@@ -80,8 +80,9 @@ def normalize_by_global_batch() -> None:
 
     @wrap("keras.layers.BatchNormalization.call")
     def call(stock, self, inputs, training=None, *args, **kwargs):
-        if step_context.current().is_trying:  # is known, and must not make code around it look as if it mixed rows
-            return stock(self, inputs, False, *args, **kwargs)
+        if step_context.current().is_trying:
+            # It is known, and must not make code around it look as if it mixed rows: that does so which gives it some.
+            return stock(self, inputs, training and not _has_all_rows(inputs), *args, **kwargs)
         return call_with_moments(stock, self, inputs, training, *args, **kwargs)
 
     def call_with_moments(stock, self, *args, **kwargs):
@@ -101,6 +102,13 @@ def normalize_by_global_batch() -> None:
         if groups is None:
             return stock(self, inputs, operation_fn, call_fn)
         return graph_order.run(self, groups, inputs, operation_fn)
+
+
+def _has_all_rows(inputs: tf.Tensor) -> bool:
+    """Whether code that is tried normalizes all its rows, or several numbers of each."""
+    rows = step_context.current().trial_rows or batch_rows.known_rows()
+    count = None if rows is None else tf.get_static_value(rows.local)
+    return not count or inputs.shape[0] is None or inputs.shape[0] % int(count) == 0
 
 
 def _squeezed(values: list[tf.Tensor], axes, keepdims: bool) -> tuple[tf.Tensor, ...]:
