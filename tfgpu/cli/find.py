@@ -38,7 +38,7 @@ _ROWS = 10
 PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
 _Output = _run(
     Path | None,
-    "A folder for result.json, recipe.yaml (for `tfgpu train`) and, of learning-rate, plot.png.",
+    "A folder for result.json and recipe.yaml (for `tfgpu train`); learning-rate adds plot.png.",
     *("--output", "-o"),
     metavar="DIR",
 )

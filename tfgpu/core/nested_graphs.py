@@ -81,14 +81,15 @@ def _check_can_meet(error: InputError, pred, true_fn: Callable, *, sees_whole_ba
         InputError: a gradient is taken of it, its predicate may differ, or no trial has seen its branches.
     """
     if private.is_recorded():
-        raise InputError(f"{error} A gradient is taken of this condition.") from error
+        raise InputError(f"{error} A tf.cond may hold them if no gradient is taken through it; here one is.") from error
     if not layer_state.is_same_everywhere(pred):
         raise InputError(
-            f"{error} This condition depends on more than variables and constants, so replicas may disagree on it."
+            f"{error} A tf.cond may hold them if its condition depends on variables and constants alone; on this one, "
+            "replicas may disagree."
         ) from error
     if private.is_of_autograph(true_fn) and not sees_whole_batch:
         raise InputError(
-            f"{error} If you keep the `if` on a tensor, mark the step with `@tfgpu.on_all_rows`."
+            f"{error} Or keep the `if` on a tensor, and mark the step with `@tfgpu.on_all_rows`."
         ) from error
 
 
@@ -131,7 +132,7 @@ def _agreed(pred) -> tf.Tensor:
     pred = tf.cast(pred, tf.bool)
     (count,) = collectives.sum_small([tf.cast(pred, tf.float32)])
     agree = (count == 0) | (count == replica_context().num_replicas_in_sync)
-    said = "The replicas disagree on a condition in which they communicate. It is true on"
+    said = "Replicas disagree on the condition of a tf.cond in which they communicate. Replicas on which it is true:"
     with tf.control_dependencies([tf.debugging.Assert(agree, [said, count])]):
         return tf.identity(pred)
 

@@ -32,7 +32,7 @@ def compile_only_what_xla_can() -> None:
             model.jit_compile = False
         if by_calls:
             _log.info(
-                "jit_compile=True: %r is over several devices. XLA compiles the calls of its layers, forward and "
-                "backward, each on its device; not the loss, the metrics, the update, and what devices exchange.",
+                "jit_compile=True: %r runs on several devices. XLA compiles the calls of its layers, forward and "
+                "backward, each on its device, but not the loss, the metrics, the update or the communication.",
                 model.name,
             )

@@ -95,7 +95,7 @@ def _note_meetings() -> None:
         if step_context.current().is_trying:
             meetings = row_sums.meetings()
             if tf.get_static_value(axis) != 0:
-                raise row_sums.Meets("it gathers along another axis than the rows'")
+                raise row_sums.Meets("it gathers along an axis other than the batch's")
             return tf.nest.map_structure(lambda v: meetings.gathered(tf.convert_to_tensor(v)), value)
         if step_context.step() is None or not gathering.are_rows(value, axis):
             return stock(self, value, axis, *args, **kwargs)

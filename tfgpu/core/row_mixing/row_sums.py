@@ -48,7 +48,7 @@ class Meetings:
         said = self._said[self._at]
         said.setdefault(self._part, list(values))
         if len(said) < self._count:
-            raise Waits("it brings all replicas' rows together")
+            raise Waits("it combines values of all replicas")
         self._at += 1
         return [said[part] for part in range(self._count)]
 
@@ -212,7 +212,7 @@ def meetings() -> Meetings:
     """
     recorder = step_context.current().recorder
     if recorder is None or recorder.meetings is None or recorder.is_split:
-        raise Meets("it brings all replicas' rows together")
+        raise Meets("it combines values of all replicas")
     return recorder.meetings
 
 

@@ -162,7 +162,7 @@ def _tell(strategy: tf.distribute.Strategy, name: str, differs: str) -> None:
     )
     advice = (
         "Use `tfgpu.gather(x)` where it needs all rows, move that code into your own loss, metric or layer, or train "
-        "with `fit`. `apply_gradients` sums gradients over replicas itself: do not sum them before."
+        "with `fit`. `apply_gradients` sums gradients over replicas: do not sum them before."
     )
     _say(strategy, said, advice)
 
@@ -290,7 +290,7 @@ class _RunTrial(Trial):
                     found = self._run_on(batch, *self._each_part[at], meetings, seed)
                     if at == mine:
                         return found
-        raise row_sums.Meets("its replicas meet too often, or each in another way")
+        raise row_sums.Meets("its replicas communicate too often, or not all in the same order")
 
     def _run_on(self, batch: list, start: int, stop: int, meetings: row_sums.Meetings, seed: int) -> Recorder:
         rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
