@@ -123,11 +123,19 @@ def weigh_scalar_metrics() -> None:
             if step_context.step() is None:
                 return scalar_updates.update(stock, self, values, sample_weight)
             values, share = tf.convert_to_tensor(values), step_context.share()
-            if sample_weight is None:
+            if sample_weight is None or _is_number_of_rows_that_one_device_lacks(sample_weight):
                 sample_weight = share
             elif isinstance(self, keras.metrics.Sum) or _is_constant(sample_weight):
                 sample_weight *= share
             return stock(self, tf.where(share > 0, values, tf.zeros_like(values)), sample_weight)
+
+
+def _is_number_of_rows_that_one_device_lacks(weight) -> bool:
+    """Whether a weight is `x.shape[0]`, as Keras weighs the loss of an output, where on one device that is None."""
+    facts = step_context.step()
+    if not facts.has_added_shapes or not isinstance(weight, int):
+        return False
+    return weight in (tf.get_static_value(facts.rows.local), tf.get_static_value(facts.rows.total))
 
 
 def _is_constant(weight) -> bool:
