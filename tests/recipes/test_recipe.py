@@ -33,6 +33,7 @@ def test_a_recipe_cannot_be_changed():
     ("settings", "expected"),
     [
         ({"epoch": 3}, "Unknown setting 'epoch'. Did you mean 'epochs'?"),
+        ({"balance": "weights"}, "`balance` is gone. Use `data.mixture` of one source per class. Received: 'weights'."),
         (
             {"strategy": "mirored"},
             "Unknown strategy 'mirored'. Did you mean 'mirrored'? Choices: auto, one_device",
@@ -148,6 +149,10 @@ def test_an_empty_file_is_the_default_recipe(tmp_path):
 def test_check_finds_wrong_names_without_tensorflow(settings, expected):
     with pytest.raises(InputError, match=expected):
         recipe.check(recipe.make(settings))
+
+
+def test_settings_of_an_older_run_that_changed_nothing_are_read():
+    assert recipe.make({"balance": "none", "epochs": 2}) == recipe.make({"epochs": 2})
 
 
 words = st.text(string.ascii_lowercase, min_size=1, max_size=8)

@@ -47,9 +47,13 @@ def communicate_in_conditions() -> None:
         if (met := _met.get()) is not None and tf.executing_eagerly():
             met.append(true_fn)
             pred = tf.logical_not(pred) if _takes_other.get() else pred
+        sent = step_context.current().sent
+        before = {} if sent is None else dict(vars(sent))
         try:
             return stock(pred, true_fn, false_fn, *args, **kwargs)
         except collectives.CannotCommunicate as error:
+            if sent is not None:
+                vars(sent).update(before)  # what it could not send
             facts = step_context.step()
             if facts is None or not _is_replica_s_graph():
                 raise

@@ -29,6 +29,8 @@ OWN_SETTINGS = {  # an optimizer's arguments and the settings of a recipe that r
     "global_clipnorm": "clip_norm",
     "gradient_accumulation_steps": "accumulate",
 }
+_GONE = {"balance": ("none", "Use `data.mixture` of one source per class.")}
+"""Settings that recipes and runs of older versions have: the value that changed nothing, and what to use now."""
 
 
 Stages = Annotated[tuple[str | dict[str, dict[str, Any]], ...], BeforeValidator(values.stages)]
@@ -334,8 +336,9 @@ def make(settings: Mapping[str, Any], *, source: str | None = None) -> Recipe:
         settings: names and values from a config file or flags.
         source: where they came from, for errors.
     """
+    kept = {name: value for name, value in settings.items() if name not in _GONE or value != _GONE[name][0]}
     try:
-        return Recipe(**settings)
+        return Recipe(**kept)
     except ValidationError as error:
         # A union reports every branch that failed; one message per setting is enough.
         first = {problem["loc"][:1]: _sentence(problem) for problem in reversed(error.errors())}
@@ -369,6 +372,8 @@ def choices(name: str) -> tuple[str, ...]:
 
 def _sentence(problem: Any) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else ""
+    if name in _GONE:
+        return f"`{name}` is gone. {_GONE[name][1]} Received: {problem['input']!r}."
     if problem["type"] == "extra_forbidden":
         return str(unknown("setting", name, Recipe.model_fields))
     if problem["type"] == "literal_error":
