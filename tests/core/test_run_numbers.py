@@ -1,5 +1,6 @@
 """Loops by hand that count one number in a metric, or sum over replicas themselves: one device's result, or named."""
 
+import functools
 import logging
 
 import keras
@@ -100,6 +101,41 @@ class OfFunction(Loop):
         self.mean.update_state(x, x)
 
 
+class Partial(Losses):
+    """Gives `strategy.run` a partial of an object that can be called."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        by_hand = self.step
+
+        class Step:
+            def __call__(self, scale, x, y):
+                by_hand(x * scale, y)
+
+        self.step = functools.partial(Step(), 1.0)
+
+
+class Turns(Losses):
+    """Two functions of the same code, each with a metric of its own."""
+
+    def run(self, **how):
+        with self.strategy.scope():
+            first, self.mean = self.mean, keras.metrics.Mean(name="first")
+        by_hand = self.step
+
+        def made(metric):
+            def step(x, y):
+                self.mean = metric
+                by_hand(x, y)
+
+            return step
+
+        self.step = made(self.mean)
+        super().run(**how)
+        self.step = made(first)
+        return super().run(**how)
+
+
 class Rate(Loop):
     """A mean that is 0 on all rows that are tried, as the rate of right answers among a thousand classes."""
 
@@ -152,7 +188,7 @@ def assert_alike(one, other):
         np.testing.assert_allclose(here, there, atol=2e-6)
 
 
-EQUAL = [Losses, Means, Weighed, OfFunction, Rate, SummedOnce, Spread]
+EQUAL = [Losses, Partial, Turns, Means, Weighed, OfFunction, Rate, SummedOnce, Spread]
 NAMED = {
     Largest: "the metric 'mean' would differ",
     SummedTwice: "the gradients would differ",

@@ -161,7 +161,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._run.stop_request is not None:
             raise InputError("Give `fit` one Checkpoint only: each one resumes the training.")
         self._disks = disks.compare(self.model.distribute_strategy, self._directory, is_chief=self._is_chief)
-        self._parts = PartsWriter(self._directory, self._disks)
+        self._parts, self._unsaved = PartsWriter(self._directory, self._disks), None
         spans = replication.spans_processes(self.model.distribute_strategy)
         self._preemption = Preemption(spans=spans, go_on=self.go_on, must_stop=self._must_stop)
         self._run.stop_request = self._preemption

@@ -156,6 +156,14 @@ def without_recording() -> AbstractContextManager:
     return record.stop_recording()
 
 
+def body_of(fn: Callable) -> Callable:
+    """The Python function that a call of this runs: of a tf.function, a partial, or an object with a `__call__`."""
+    fn = getattr(fn, "python_function", fn)
+    while isinstance(fn, functools.partial):
+        fn = getattr(fn.func, "python_function", fn.func)
+    return fn if hasattr(fn, "__code__") or not callable(fn) else type(fn).__call__
+
+
 def is_recorded() -> bool:
     """Whether a gradient tape may record what this thread does."""
     return record.could_possibly_record()

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
@@ -19,7 +19,8 @@ class GivenRows:
     Attributes:
         local: their number, int32 scalar.
         graph: the graph in which the replica began; None if it runs eagerly.
-        scalar_ways: by metric, how it counts one number (`row_mixing.scalar_updates`).
+        scalar_ways: by metric, how it counts one number (`row_mixing.scalar_updates`), in the order of first updates.
+        counted: names of the metrics that have counted one number in this call.
         range: which rows of the global batch they are, once the replicas have exchanged their numbers of rows.
     """
 
@@ -27,6 +28,7 @@ class GivenRows:
     graph: tf.Graph | None
     scalar_ways: Mapping[str, str]
     range: RowRange | None = None
+    counted: list[str] = field(default_factory=list)
 
 
 def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, **facts: bool) -> Step:

@@ -83,7 +83,7 @@ def _wrap_run() -> None:
             isinstance(fn, private_tf.Function) and tf.executing_eagerly()
         ):  # replicas meet within it, as in stock TensorFlow
             return _run_within(self, fn)(*args, **(kwargs or {}))
-        body = getattr(fn, "python_function", fn)
+        body = private_tf.body_of(fn)
         _check_is_not_of_fit(body, args, kwargs or {})
         for observe in extensions.run_observers:
             observe(self, fn, args, kwargs or {})

@@ -67,7 +67,7 @@ def _is_tried(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwarg
     context = step_context.current()
     if context.is_trying or context.run is not None or replication.replica_context() is not None:
         return False
-    body = getattr(fn, "python_function", fn)
+    body = private.body_of(fn)
     if (getattr(body, "__module__", None) or "").split(".")[0] in _LIBRARIES or _code(fn) is None:
         return False
     has_rows = any(isinstance(each, distribute.PerReplica) for each in tf.nest.flatten((args, kwargs)))
@@ -76,7 +76,7 @@ def _is_tried(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwarg
 
 def _code(fn: Callable) -> object:
     """What tells one function from another: a lambda is another object in each call."""
-    return getattr(getattr(fn, "python_function", fn), "__code__", None)
+    return getattr(private.body_of(fn), "__code__", None)
 
 
 def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> None:
@@ -249,7 +249,8 @@ class _RunTrial(Trial):
         return (row_sums.Meets,)
 
     def _batches(self) -> Iterator[list]:
-        if (own := self._own_rows()) is not None:
+        # Workers have rows of their own, and must find the same.
+        if not replication.spans_processes(self._strategy) and (own := self._own_rows()) is not None:
             yield own
         yield from drawn_batches(self._specs(), self._captured.numbers, _ROWS, self._told)
 

@@ -49,7 +49,7 @@ def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sam
         return stock(metric, values, sample_weight)
     # What a function of labels and outputs gives is a mean over rows, or the whole batch's.
     is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-    way = MEAN if is_of_function else given.scalar_ways.get(metric.name, AS_IT_IS)
+    way = MEAN if is_of_function else _way_of(metric.name, given)
     if way == AS_IT_IS:
         return stock(metric, values, sample_weight)
     values, share = tf.convert_to_tensor(values), batch_rows.known_share()
@@ -61,6 +61,17 @@ def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sam
         values = tf.math.divide_no_nan(values, share)
     sample_weight = share if sample_weight is None else tf.cast(sample_weight, values.dtype) * share
     return stock(metric, values, sample_weight)
+
+
+def _way_of(name: str, given: batch_rows.GivenRows) -> str:
+    """The way of a metric, by the trial of its function.
+
+    Functions with the same code are tried once: one with other metrics counts them by their places.
+    """
+    if name not in given.counted:
+        given.counted.append(name)
+    ways, place = given.scalar_ways, given.counted.index(name)
+    return ways.get(name) or dict(enumerate(ways.values())).get(place, AS_IT_IS)
 
 
 def ways(
