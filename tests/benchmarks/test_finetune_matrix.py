@@ -58,7 +58,7 @@ def test_a_cell_shows_its_difference_or_why_there_is_none(found, text):
     assert matrix.shown(found) == text
 
 
-@pytest.mark.parametrize("behavior", ["dies", "hangs"])
+@pytest.mark.parametrize("behavior", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_what_ends_or_stands_still_is_a_result_and_the_rest_runs(behavior, monkeypatch, tmp_path):
     def start(cells, count, folder, logs):
         job = json.dumps([cells, str(logs / "0.jsonl"), behavior])

@@ -139,6 +139,7 @@ def test_replicas_update_in_a_condition_as_one_device(kind):
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_if_on_a_tensor_is_refused_or_sees_the_whole_batch():
     with pytest.raises(Exception, match="mark the step with `@tfgpu.on_all_rows`"):
         trained(Autograph, 2)

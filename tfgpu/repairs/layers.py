@@ -38,6 +38,17 @@ def compute_on_stand_in_rows() -> None:
                 return stock(inputs, *args, **kwargs)
             return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
 
+    @wrap("numpy.add")
+    def add(stock, x1, x2):
+        empty = [tf.is_tensor(each) and each.shape.rank and each.shape[0] == 0 for each in (x1, x2)]
+        if not any(empty) or replication.replica_context() is None:
+            return stock(x1, x2)
+        # Keras takes [0, 1, channels] for a bias, because no axis but the last is longer than 1.
+        both = (
+            batch_sharding.with_stand_in_row(x) if is_empty else x for x, is_empty in zip((x1, x2), empty, strict=True)
+        )
+        return stock(*both)[:0]
+
 
 def attributes_are_shared() -> bool:
     """Whether a replica finds another one's tensor in a layer's attribute after a collective."""
