@@ -84,7 +84,7 @@ def name_of(cell: Cell) -> str:
 
 
 def shown(found: dict | None) -> str:
-    """The text of a table cell: the difference, or the reason why there is none."""
+    """The text of a table cell: the difference from one device, or why it was not measured."""
     if found is None:
         return "not run"
     if "refused" in found:

@@ -120,15 +120,20 @@ class Totals(layers.Layer):
         return x - ops.mean(x, 0)
 
 
-class Halves(layers.Layer):
-    """Normalizes each half of the batch by itself, as ghost batch normalization does."""
-
+class Normed(layers.Layer):
     def __init__(self):
         super().__init__()
         self.norm = layers.BatchNormalization()
 
     def build(self, shape):
         self.norm.build(shape)
+
+    def call(self, x, training=False):
+        return self.norm(x, training=training)
+
+
+class Halves(Normed):
+    """Normalizes each half of the batch by itself, as ghost batch normalization does."""
 
     def call(self, x, training=False):
         half = ops.shape(x)[0] // 2
@@ -297,18 +302,6 @@ class Named(layers.Layer):
 
     def call(self, inputs):
         return inputs["x"] + self.table(inputs["id"])
-
-
-class Normed(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.norm = layers.BatchNormalization()
-
-    def build(self, shape):
-        self.norm.build(shape)
-
-    def call(self, x, training=False):
-        return self.norm(x, training=training)
 
 
 def in_sequence(*own):

@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
+from tfgpu.core import step_context
+from tfgpu.core.step_context import RowRange, Step
 
 
 @pytest.fixture
@@ -286,3 +288,27 @@ def test_a_loss_where_replicas_cannot_communicate_is_no_error(strategy, form):
     _, value = by_own_loop(strategy, keras.losses.MeanSquaredError(), (X, Y), wrap=wrap)
     # A condition still knows the share of the rows; a tf.function of its own does not, as in stock Keras.
     assert value == pytest.approx(0.84 / 3 if form == "cond" else 0.84 / 4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("knows", "count"), [(False, 8.0), (True, 1.0)])
+def test_a_number_of_rows_that_only_the_trace_knows_is_no_weight(strategy, knows, count):
+    """Keras weights the logged loss of each output by `x.shape[0]`: the rows, or None on one device."""
+    with strategy.scope():
+        metric = keras.metrics.Mean()
+
+    def update():
+        rows = RowRange(*map(tf.constant, (2, 0, 8)))
+        with step_context.scope(step=Step(rows, tf.constant(0.25), has_added_shapes=knows)):
+            metric.update_state(tf.constant(3.0), sample_weight=2)
+
+    tf.function(lambda: strategy.run(update))()
+    assert float(metric.count) == count and float(metric.result()) == 3.0
+
+
+def test_a_replica_without_rows_adds_what_keras_takes_for_a_bias(strategy):
+    """Three rows on four replicas: on the last, [0, 1, 2] has no axis but the last that is longer than 1."""
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones((int(context.replica_id_in_sync_group < 3), 5, 2))
+    )
+    step = tf.function(lambda x: strategy.run(lambda x: tf.reduce_sum(keras.ops.add(x, x[:, :1])), (x,)))
+    assert float(strategy.reduce("SUM", step(rows), axis=None)) == 60.0

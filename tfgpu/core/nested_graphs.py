@@ -36,7 +36,7 @@ def inline_functions() -> None:
 
 
 def communicate_in_conditions() -> None:
-    """Lets replicas communicate in a branch of `tf.cond`, as `optimizer.apply` must: an update for each fourth batch.
+    """Lets replicas communicate in a branch of `tf.cond`, as an `optimizer.apply` after every fourth batch must.
 
     TensorFlow gives each replica a condition of its own, whose branches the others cannot enter. Here all replicas
     enter one condition together. They must agree on its predicate, and no gradient is taken of it.
@@ -55,7 +55,7 @@ def communicate_in_conditions() -> None:
             if sent is not None:
                 vars(sent).update(before)  # what it could not send
             facts = step_context.step()
-            if facts is None or not _is_replica_s_graph():
+            if facts is None or not _is_in_replica_graph():
                 raise
             _check_can_meet(error, pred, true_fn, sees_whole_batch=facts.whole is not None)
         branches = _Branch(true_fn), _Branch(false_fn)
@@ -97,7 +97,7 @@ def _check_can_meet(error: InputError, pred, true_fn: Callable, *, sees_whole_ba
         ) from error
 
 
-def _is_replica_s_graph() -> bool:
+def _is_in_replica_graph() -> bool:
     """Whether this is a replica, in the graph in which it began."""
     graph = getattr(threading.current_thread(), "graph", None)
     return replica_context() is not None and graph is not None and graph is tf.compat.v1.get_default_graph()
@@ -132,7 +132,7 @@ class _Branch:
 
 
 def _agreed(pred) -> tf.Tensor:
-    """A replica's predicate; the step fails where replicas disagree, who would wait for each other forever."""
+    """A replica's predicate. If replicas disagree the step fails; otherwise they would wait for each other forever."""
     pred = tf.cast(pred, tf.bool)
     (count,) = collectives.sum_small([tf.cast(pred, tf.float32)])
     agree = (count == 0) | (count == replica_context().num_replicas_in_sync)

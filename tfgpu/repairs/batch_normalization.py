@@ -81,7 +81,8 @@ def normalize_by_global_batch() -> None:
     @wrap("keras.layers.BatchNormalization.call")
     def call(stock, self, inputs, training=None, *args, **kwargs):
         if step_context.current().is_trying:
-            # It is known, and must not make code around it look as if it mixed rows: that does so which gives it some.
+            # On all rows it is right by itself, and must not make the code around it look as if it mixed rows.
+            # Code that passes it only some of the rows does mix them.
             return stock(self, inputs, training and not _has_all_rows(inputs), *args, **kwargs)
         return call_with_moments(stock, self, inputs, training, *args, **kwargs)
 

@@ -123,15 +123,18 @@ def weigh_scalar_metrics() -> None:
             if step_context.step() is None:
                 return scalar_updates.update(stock, self, values, sample_weight)
             values, share = tf.convert_to_tensor(values), step_context.share()
-            if sample_weight is None or _is_number_of_rows_that_one_device_lacks(sample_weight):
+            if sample_weight is None or _is_row_count_of_trace_alone(sample_weight):
                 sample_weight = share
             elif isinstance(self, keras.metrics.Sum) or _is_constant(sample_weight):
                 sample_weight *= share
             return stock(self, tf.where(share > 0, values, tf.zeros_like(values)), sample_weight)
 
 
-def _is_number_of_rows_that_one_device_lacks(weight) -> bool:
-    """Whether a weight is `x.shape[0]`, as Keras weighs the loss of an output, where on one device that is None."""
+def _is_row_count_of_trace_alone(weight) -> bool:
+    """Whether a weight is `x.shape[0]` that only this trace knows; on one device it is None.
+
+    Keras weights the logged loss of each output by it.
+    """
     facts = step_context.step()
     if not facts.has_added_shapes or not isinstance(weight, int):
         return False
