@@ -5,9 +5,10 @@ import tensorflow as tf
 
 from tfgpu.compat.keras import in_symbolic_scope
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, step_context
 from tfgpu.core.row_mixing import gathering, row_sums
 from tfgpu.core.state import layer_state
+from tfgpu.errors import InputError
 
 
 def keep_states_of_all_rows() -> None:
@@ -29,11 +30,27 @@ def keep_states_of_all_rows() -> None:
                 layer_state.mark_as_differing(state)
             return _keeping_own(stock, self, sequences, **own)
         gathering.check_can_meet(f"The stateful layer {self.name!r}")
+        sequences = _checked(self.name, variables[0].shape[0], sequences)
         if initial_state is None:
             own["initial_state"] = keras.tree.map_structure(_rows_of(sequences), self.states)
         output, *states = _keeping_own(stock, _stateless(self, True), sequences, **own)
         _assign(variables, keras.tree.flatten(states))
         return (output, *states) if self.return_state else output
+
+
+def _checked(name: str, states: int, sequences: tf.Tensor) -> tf.Tensor:
+    """The sequences; an error where the batch has another number of rows than the layer has states."""
+    total = batch_rows.known_rows().total
+    said = (
+        f"The stateful layer {name!r} has states for batches of {states} rows, and this batch has another number. Drop "
+        "the incomplete last batch: `batch(..., drop_remainder=True)`, or a number of rows that `batch_size` divides."
+    )
+    if (known := tf.get_static_value(total)) is not None and known != states:
+        raise InputError(said)
+    if known is not None:
+        return sequences
+    with tf.control_dependencies([tf.debugging.assert_equal(total, states, said)]):
+        return tf.identity(sequences)
 
 
 def _keeping_own(stock, layer, *args, **kwargs):
