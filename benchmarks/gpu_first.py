@@ -20,13 +20,15 @@ from benchmarks import runner
 from benchmarks.children import ROOT
 
 CHECKS = {  # the most telling first
-    "copies": "bytes to the host in a step, with and without accuracy",
+    "copies": "bytes to the host in a step, with and without accuracy, and in a loop by hand",
     "equality": "two devices beside one, TF32 off: the largest difference of a weight",
     "collectives": "the same where replicas exchange rows and pieces: circle loss, ZeRO 2 and 3",
     "one device": "seconds a step of `mirrored` on one device beside `one_device`, also with bfloat16 sums",
     "placement": "operations of a step by device, as TensorFlow's placer logs them",
     "products": "bits that a product of [2, 1] and [1, N] keeps with TF32 allowed",
     "seeds": "initial weights and dropout masks of one seed beside the CPU's",
+    "attention": "peak memory and time of an attention layer, whole and by blocks",
+    "vocabulary": "the same of the cross-entropy over a large vocabulary, whole and by chunks",
     "sensors": "what the doctor and the monitor read of the GPU",
 }
 LEFT_S = 15  # less is not worth starting a check

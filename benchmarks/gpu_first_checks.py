@@ -4,15 +4,18 @@
 """
 
 import collections
+import functools
 import importlib.util
 import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -106,13 +109,14 @@ def copies(on_cpu: bool) -> dict:
     """Adds up the copies to the host that the profiler sees in 20 steps."""
     (device,) = devices(on_cpu, 1)
     found = {}
-    for name, metrics in (("without accuracy", []), ("with accuracy", ["accuracy"])):
+    for name, metrics in (("without accuracy", []), ("with accuracy", ["accuracy"]), ("by hand", None)):
         with tfgpu.strategy("one_device", devices=device).scope():
             model = network(metrics=metrics)
-        model.fit(data(), verbose=0)
+        run = _by_hand(model, device) if metrics is None else functools.partial(model.fit, data(), verbose=0)
+        run(epochs=1)
         with tempfile.TemporaryDirectory() as folder:
             tf.profiler.experimental.start(folder)
-            model.fit(data(), epochs=5, verbose=0)
+            run(epochs=5)
             tf.profiler.experimental.stop()
             read = trace.read(folder)
         events = [event for lines in read.devices.values() for line in lines for event in line.events]
@@ -121,9 +125,75 @@ def copies(on_cpu: bool) -> dict:
     return {"to the host": found, "kernels seen": not on_cpu and bool(events)}
 
 
+def _by_hand(model: keras.Model, device: str) -> Callable:
+    """The loop that a user would write for one GPU: an epoch a call, the loss read once an epoch."""
+
+    @tf.function
+    def epoch(batches):
+        loss = 0.0
+        for x, y in batches:
+            with tf.GradientTape() as tape:
+                loss = model.loss(y, model(x, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    model.optimizer.build(model.trainable_variables)
+    batches = data().apply(tf.data.experimental.prefetch_to_device(f"/{device}", 2))
+    return lambda epochs: [float(epoch(batches)) for _ in range(epochs)]
+
+
 def _copied(event: trace.Event) -> int:
     size = re.search(r"size:(\d+)", str(event.stats.get("memcpy_details", "")))
     return int(size.group(1)) if size else 0
+
+
+def attention(on_cpu: bool) -> dict:
+    """One causal attention layer with padding, forward and backward: whole and by blocks."""
+    from benchmarks import attention as benchmark
+
+    lengths = (256, 512) if on_cpu else (1024, 2048, 4096, 8192)
+    return _peaks(on_cpu, benchmark.WAYS, lengths, lambda length, way: benchmark.step(length, way, 512, 8))
+
+
+def vocabulary(on_cpu: bool) -> dict:
+    """A tied embedding's logits and their cross-entropy, forward and backward: whole and by chunks."""
+    from benchmarks import vocabulary as benchmark
+
+    sizes = (1000, 2000) if on_cpu else (32_000, 128_000, 256_000)
+    tokens = 256 if on_cpu else 4096
+    return _peaks(on_cpu, benchmark.WAYS, sizes, lambda size, way: benchmark.step(tokens, way, 512, size))
+
+
+def _peaks(on_cpu: bool, ways: tuple[str, ...], sizes: tuple[int, ...], make: Callable) -> dict:
+    """The GPU's peak above what was allocated before a step, and a step's median time, TF32 off."""
+    (device,) = devices(on_cpu, 1)
+    tfgpu.precision.use("float32")
+    found: dict = {"MiB": {}, "milliseconds": {}}
+    for way in ways:
+        for size in sizes:
+            try:
+                with tf.device(device):
+                    run = make(size, way)
+                    tf.nest.flatten(run())[-1].numpy()
+                    peak = None if on_cpu else _peak_bytes(run)
+                    times = []
+                    for _ in range(3 if on_cpu else 15):
+                        began = time.perf_counter()
+                        tf.nest.flatten(run())[-1].numpy()
+                        times.append(time.perf_counter() - began)
+                found["MiB"][f"{way} {size}"] = None if on_cpu else round(peak / 2**20, 1)
+                found["milliseconds"][f"{way} {size}"] = round(1000 * statistics.median(times), 3)
+            except tf.errors.ResourceExhaustedError:
+                found["MiB"][f"{way} {size}"] = "out of memory"
+    return found
+
+
+def _peak_bytes(run: Callable) -> int:
+    held = tf.config.experimental.get_memory_info("GPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    tf.nest.flatten(run())[-1].numpy()
+    return tf.config.experimental.get_memory_info("GPU:0")["peak"] - held
 
 
 def one_device(on_cpu: bool) -> dict:

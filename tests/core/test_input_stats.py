@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import input_stats
+from tfgpu.core.step_blocks import Block
 
 
 def test_the_time_between_requests_excludes_the_wait_for_data():
@@ -29,7 +30,7 @@ def test_the_time_between_requests_excludes_the_wait_for_data():
         next(iterator)
         got.append(time.perf_counter())
         time.sleep(0.005)
-    found = input_stats.computing_s(SimpleNamespace(block=SimpleNamespace(iterator=iterator)))
+    found = input_stats.computing_s(SimpleNamespace(block=Block(iterator, 12)))
     computed = [then - before for before, then in zip(got[:-1], asked[1:], strict=True)]
     # From one request to the end of the next there is its wait, too.
     without_wait = [got[at + 1] - asked[at] - waited[at + 1] for at in range(11)]
@@ -43,4 +44,4 @@ def test_pauses_do_not_count(gaps, mean):
 
 def test_what_is_no_iterator_of_this_machine_is_unknown():
     assert input_stats.computing_s(SimpleNamespace(block=None)) is None
-    assert input_stats.computing_s(SimpleNamespace(block=SimpleNamespace(iterator=iter([1])))) is None
+    assert input_stats.computing_s(SimpleNamespace(block=Block(iter([1]), 1))) is None

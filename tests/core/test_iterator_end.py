@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.core import iterator_end
+from tfgpu.core.feed import reach
 
 
 def build(strategy):
@@ -200,12 +201,12 @@ CONTAINED = {
 
 @pytest.mark.parametrize("what", REACHING)
 def test_data_with_side_effects(what):
-    assert iterator_end.reaches_out(REACHING[what]())
+    assert reach.reaches_out(REACHING[what]())
 
 
 @pytest.mark.parametrize("what", CONTAINED)
 def test_data_without_side_effects(what):
-    assert not iterator_end.reaches_out(CONTAINED[what]())
+    assert not reach.reaches_out(CONTAINED[what]())
 
 
 @pytest.mark.sample(1)

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfgpu
 from tfgpu.compat.worker_devices import worker_devices
 
 DISAGREE = 3
@@ -36,6 +37,8 @@ TOPOLOGIES = {
     "workers-2x1": (2, 1),
     "workers-2x2": (2, 2),
 }
+KIND = "CPU"  # of the replicas' devices; --gpus makes it "GPU"
+GPU_BYTES = 3 << 29  # of a part of a GPU
 STAY = contextlib.ExitStack()  # what holds until the process ends
 PATHS = ("fit", "loop", "loop-mean", "sharded")  # `sharded`: `fit`, with parameters in pieces (ZeRO 3)
 
@@ -61,8 +64,6 @@ class Place:
                 if not isinstance(layer, keras.layers.BatchNormalization):
                     layer.call = in_parts(layer.call, -self.order)
         if self.path == "sharded" and not self.reference:
-            import tfgpu
-
             model = tfgpu.parallel.shard(model, stage=3)
         return model
 
@@ -128,11 +129,11 @@ class Place:
     def other(self):
         """Another number of replicas in this process: two for four, one for all else."""
         devices = (
-            [f"CPU:{i}" for i in range(2)]
+            [f"{KIND}:{i}" for i in range(2)]
             if self.strategy.num_replicas_in_sync == 4 and not workers(self.strategy)
             else None
         )
-        strategy = tf.distribute.MirroredStrategy(devices) if devices else tf.distribute.OneDeviceStrategy("CPU:0")
+        strategy = tf.distribute.MirroredStrategy(devices) if devices else tf.distribute.OneDeviceStrategy(f"{KIND}:0")
         return Place(strategy, path=self.path, rank=self.rank, folder=self.shared)
 
 
@@ -272,10 +273,10 @@ def strategy_for(topology):
         return (
             tf.distribute.get_strategy()
             if devices == 1
-            else tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
+            else tf.distribute.MirroredStrategy([f"{KIND}:{i}" for i in range(devices)])
         )
     # Stock Keras too gets several CPU devices a worker: they stand for GPUs here.
-    with worker_devices([f"CPU:{i}" for i in range(devices)]):
+    with worker_devices([f"{KIND}:{i}" for i in range(devices)]):
         return tf.distribute.MultiWorkerMirroredStrategy()
 
 
@@ -313,6 +314,19 @@ def enter_gpu_way():
     STAY.enter_context(fake_nccl())
 
 
+def make_devices(kind, count):
+    """Gives this process `count` devices: parts of its CPU, or whole GPUs, or parts of one where there are fewer."""
+    global KIND
+    KIND = kind
+    if kind == "CPU":
+        tfgpu.environment.set_logical_devices(count)
+    elif len(tf.config.list_physical_devices("GPU")) < count or count == 1:
+        tfgpu.environment.set_logical_devices(count, "GPU", memory_bytes=GPU_BYTES)
+    else:
+        tfgpu.environment.set_memory_growth()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
 def main():
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     parser = argparse.ArgumentParser()
@@ -321,14 +335,14 @@ def main():
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--order", type=int, default=None)
     parser.add_argument("--gpu-way", action="store_true")
+    parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args()
     if options.gpu_way:
         sys.path.append(str(Path(__file__).parent.parent / "gpu_emulation"))
         enter_gpu_way()
     folder, rank = Path(options.folder), options.rank
     processes, devices = TOPOLOGIES[options.topology]
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+    make_devices("GPU" if options.gpus else "CPU", devices)
     if options.repair != "stock":
         importlib.import_module(options.repair).repair_keras()
     strategy = strategy_for(options.topology)

@@ -47,9 +47,13 @@ class Job:
     topology: str
     order: int | None = None
     gpu_way: bool = False
+    gpus: bool = False
 
     def __str__(self):
-        order, way = f" order {self.order}" if self.order else "", " gpu-way" if self.gpu_way else ""
+        order, way = (
+            f" order {self.order}" if self.order else "",
+            " gpu-way" if self.gpu_way else " gpus" if self.gpus else "",
+        )
         return f"{self.path} {self.repair} {self.topology}{order}{way}"
 
 
@@ -86,7 +90,9 @@ def start(job, folder, names):
             env["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
         order = ["--order", str(job.order)] if job.order else []
         where = f"--topology {job.topology} --path {job.path} --repair {job.repair} --rank {rank}".split()
-        where += ["--gpu-way"] * job.gpu_way
+        where += ["--gpu-way"] * job.gpu_way + ["--gpus"] * job.gpus
+        if job.gpus:
+            env.setdefault("CUDA_VISIBLE_DEVICES", "0")
         command = [sys.executable, str(HERE / "driver.py"), *where, "--folder", str(folder), *order]
         with open(folder / f"{rank}.log", "a") as log:
             processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
@@ -218,6 +224,7 @@ def measure(
     paths=("fit", "loop"),
     repairs=REPAIRS,
     gpu_way=False,
+    gpus=False,
     timeout=130,
     lanes=2,
     folder=None,
@@ -232,10 +239,13 @@ def measure(
     cases = {name: case for at, (name, case) in enumerate(cases.items()) if at % share[1] == share[0] - 1}
     by_path = {path: [n for n, c in cases.items() if c.loop or not path.startswith("loop")] for path in paths}
     wanted = [
-        Job(p, r, t, gpu_way=gpu_way and r != "stock") for t in reversed(topologies) for r in repairs for p in paths
+        Job(p, r, t, gpu_way=gpu_way and r != "stock", gpus=gpus)
+        for t in reversed(topologies)
+        for r in repairs
+        for p in paths
     ]
-    origins = {path: Job(path if path.startswith("loop") else "fit", "stock", "one") for path in paths}
-    orders = {path: [Job(origins[path].path, "stock", "one", o) for o in ORDERS] for path in paths}
+    origins = {path: Job(path if path.startswith("loop") else "fit", "stock", "one", gpus=gpus) for path in paths}
+    orders = {path: [Job(origins[path].path, "stock", "one", o, gpus=gpus) for o in ORDERS] for path in paths}
     rough = {path: [n for n in by_path[path] if cases[n].rounding] for path in paths}
     todo = {origins[path]: by_path[path] for path in paths}
     todo |= {job: rough[path] for path in paths for job in orders[path]}
@@ -287,6 +297,7 @@ def main():
     add("--paths", nargs="*", default=["fit", "loop"], choices=PATHS)
     add("--repairs", nargs="*", default=list(REPAIRS), help="`stock`, or a module with repair_keras()")
     add("--gpu-way", action="store_true", help="mended Keras takes the path of GPUs (tests/gpu_emulation/gpu_way.py)")
+    add("--gpus", action="store_true", help="on GPUs, beside one GPU, TF32 off; a GPU is split where there are too few")
     add("--timeout", type=float, default=130, help="idle seconds that count as a hang (tf.data may wait 60 s to end)")
     add("--lanes", type=int, default=2, help="processes (or clusters) at once")
     add("--folder", type=Path, help="keep all results and logs there; what has ended there is not run again")

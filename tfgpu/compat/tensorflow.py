@@ -275,7 +275,8 @@ def iterator_resources(iterator: object) -> list[tf.Tensor]:
     """The resource handles of an iterator, consumers first; empty for objects that are not tf.data iterators."""
     own = iterator_resource(iterator)
     if own is not None:
-        return [own]
+        source = getattr(slots.of(iterator), "source", None)  # of `datasets.iterator_on`
+        return [own] if source is None else [own, source._multi_device_iterator_resource]
     found = []
     for worker in getattr(iterator, "_iterators", ()):  # an iterator of a strategy's distributed data
         of_devices = getattr(worker, "_iterator", None)

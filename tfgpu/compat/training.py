@@ -196,6 +196,12 @@ def without_strategy(model: keras.Model) -> Iterator[None]:
         model._distribute_strategy = strategy
 
 
+def one_device_compiles(model: keras.Model) -> bool:
+    """Whether XLA compiles a model's step on this machine under no strategy, where `jit_compile` is "auto"."""
+    with without_strategy(model):
+        return model._resolve_auto_jit_compile()
+
+
 @contextmanager
 def metric_values(metric: MeanMetricWrapper, values: tf.Tensor) -> Iterator[None]:
     """Inside the block, the function of a metric returns these values."""

@@ -27,10 +27,12 @@ def computing_s(run: Run) -> float | None:
         run: the `fit`.
 
     Returns:
-        The mean over at most the last 100 steps; `None` if unknown: the data does not come from one tf.data iterator on
-        this machine's CPU, or has only begun.
+        The mean over at most the last 100 steps, or blocks of steps whose batches are read ahead to a GPU; `None` if
+        unknown: the data does not come from one tf.data iterator of this machine, or has only begun.
     """
     block = run.block
+    if block is not None and block.computing_s is not None:
+        return block.computing_s
     iterator, _ = sharded_dataset.source_of(block.iterator if block is not None else None)
     resource = private.iterator_resource(iterator)
     if resource is None:

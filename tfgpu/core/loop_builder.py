@@ -24,7 +24,7 @@ from tfgpu.core import (
     step_context,
     traffic,
 )
-from tfgpu.core.feed import sharded_dataset
+from tfgpu.core.feed import read_ahead, sharded_dataset
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 from tfgpu.core.row_mixing import whole_batch
@@ -46,6 +46,8 @@ class LoopKind:
         rows: of each whole batch, for a loop that is traced for that number; None if it takes any.
         has_own_rows: the data gives this worker's rows of each batch, and how many the whole batch has.
         batch_rows: of each whole batch of such data, if its shapes say it.
+        device: to which the data is read ahead; None if batches are in host memory.
+        is_timed: the loop measures the wait for data that is read ahead.
     """
 
     jit: bool = False
@@ -56,6 +58,8 @@ class LoopKind:
     rows: int | None = None
     has_own_rows: bool = False
     batch_rows: int | None = None
+    device: str | None = None
+    is_timed: bool = False
 
 
 class LoopBuilder:
@@ -128,7 +132,9 @@ class LoopBuilder:
         return self._finish(self._run(data, since, kind)[0], ballot)
 
     def _run_many(self, iterator, count: tf.Tensor, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
-        """Up to `count` steps: returns how many ran, the logs, and the result of the workers' vote.
+        """Up to `count` steps: returns how many ran, their wait for data, the logs, the workers' vote.
+
+        The wait is int32, in microseconds; 0 unless the kind is timed.
 
         Args:
             iterator: yields distributed or whole batches.
@@ -145,31 +151,32 @@ class LoopBuilder:
             values, since = self._run(batch, since, kind)
             return since, self.to_optional(values, last)
 
+        timed = read_ahead.timed if kind.is_timed else lambda read: (read(), 0)
+
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
         # at call time and loses it if a loop calls the function ("must feed a value for placeholder").
-        def another(done, left, since, last):
+        def another(done, left, waited, since, last):
             if kind.is_sure:
-                with batch_sharding.on_host():
-                    batch = iterator.get_next()
+                batch, wait = timed(lambda: _next(iterator, kind.device))
                 with _state_waits_for(batch):
-                    return done + 1, left - 1, *run(batch, since, last)
-            has_value, get_value = sharded_dataset.next_batch(iterator)
+                    return done + 1, left - 1, waited + wait, *run(batch, since, last)
+            (has_value, get_value), wait = timed(lambda: sharded_dataset.next_batch(iterator, kind.device))
 
             def step():
                 if self.batch_count is not None:
                     self.batch_count.note_batch()
-                return done + 1, left - 1, *run(get_value(), since, last)
+                return done + 1, left - 1, waited + wait, *run(get_value(), since, last)
 
             def end():
                 if self.batch_count is not None:
                     self.batch_count.note_end()
-                return done, 0, since, last
+                return done, 0, waited, since, last
 
             return tf.cond(has_value, step, end)
 
-        nothing = self._strategy.run(tf.raw_ops.OptionalNone)
-        done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
-        return done, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
+        start = 0, count, 0, since, self._strategy.run(tf.raw_ops.OptionalNone)
+        done, _, waited, _, last = tf.while_loop(lambda done, left, *_: left > 0, another, start)
+        return done, waited, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
 
     def _sharded(self, batch, kind: LoopKind):
         how = {"gives_row_ranges": kind.gives_row_ranges}
@@ -281,6 +288,11 @@ class LoopBuilder:
         with self._meter.tracing(None):
             values, state, result = self._log_reader.summed(values, ballot, list(self._own_variables.values()))
         return self._log_reader.read(values, state), result
+
+
+def _next(iterator: tf.data.Iterator, device: str | None):
+    with tf.device(device) if device else batch_sharding.on_host():
+        return iterator.get_next()
 
 
 @contextlib.contextmanager

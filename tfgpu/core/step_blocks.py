@@ -68,6 +68,8 @@ class Block:
         full: how many of the first batches have that many rows.
         done: how many steps ran, once the block has run.
         first: yields the batch of the first step, if that has been read from `iterator` already.
+        computing_s: seconds a step without its wait for data, once the block has run: the mean of the last blocks; None
+            unless the data is read ahead to a GPU.
     """
 
     iterator: object
@@ -78,6 +80,7 @@ class Block:
     full: float = 0
     done: int | None = None
     first: object | None = None
+    computing_s: float | None = None
 
     @property
     def end(self) -> int:

@@ -3,8 +3,10 @@
 `loop_builder` compiles the loops, `metric_logs` reads the logs, and `worker_vote` lets workers agree after each block.
 """
 
+import collections
 import contextlib
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from tfgpu.core import (
     worker_vote,
     xla_compile,
 )
-from tfgpu.core.feed import sharded_dataset
+from tfgpu.core.feed import read_ahead, sharded_dataset
 from tfgpu.core.loop_builder import LoopBuilder, LoopKind
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.row_mixing import step_trial
@@ -111,6 +113,8 @@ class StepRunner:
         self._jit = bool(model.jit_compile) and not model.run_eagerly
         self._last = _Timed()
         self.pace, self.logs, self.done = step_blocks.Pace(), None, 0
+        self._computing_s: collections.deque[float] = collections.deque(maxlen=100)  # of the last blocks
+        self._waited_s: float | None = None
         self.log_reader, self.traffic = LogReader(model), traffic.Meter()
         local = replication.local_training_of(self.strategy) if self._is_replicated else None
         self.averager = local.averager(model) if local is not None and self.kind == "train" else None
@@ -164,7 +168,7 @@ class StepRunner:
         self.loops.batch_rows = block.rows
         self._try_step(block.iterator)
         self._begin(block)
-        began, block.done, result = time.perf_counter(), 0, None
+        began, block.done, result, self._waited_s = time.perf_counter(), 0, None, None
         while block.done < block.count:
             iterator, kind = self._loop_of(block)
             count = self._steps_of(block, kind)
@@ -179,6 +183,7 @@ class StepRunner:
         if not block.done:
             raise _end_of_data()
         self._note_time(_Timed(block.done, time.perf_counter() - began), result)
+        block.computing_s = statistics.fmean(self._computing_s) if self._computing_s else None
         return self.logs
 
     def _run(self) -> step_blocks.Run | None:
@@ -206,8 +211,10 @@ class StepRunner:
     def _call_loop(self, iterator: Any, kind: LoopKind, count: int) -> tuple[int, dict, tf.Tensor]:
         with self._around_call(kind, count):
             ballot = worker_vote.ballot(self._last.seconds)
-            done, logs, result = self.loops.loop(kind)(iterator, tf.constant(count), ballot, self._since())
+            done, waited, logs, result = self.loops.loop(kind)(iterator, tf.constant(count), ballot, self._since())
         done = count if kind.is_sure else int(done)
+        if kind.is_timed:
+            self._waited_s = (self._waited_s or 0.0) + int(waited) / 1e6
         self._count(done, kind)
         return done, logs, result
 
@@ -229,6 +236,8 @@ class StepRunner:
         rows = None if gives_row_ranges is None else self._rows_of(block)
         has_rows = sharded_dataset.has_rows(block.iterator)
         known = {"has_own_rows": True, "batch_rows": block.iterator.data.batch_rows} if has_rows else {}
+        if (device := read_ahead.device_of(iterator)) is not None:
+            known |= {"device": device, "is_timed": read_ahead.can_time()}
         local = self._has_local_updates()
         kind = LoopKind(self._jit, is_sure, gives_row_ranges, local, _is_wrapped(), rows, **known)
         return iterator, kind
@@ -245,6 +254,8 @@ class StepRunner:
 
     def _note_time(self, block: _Timed, result: tf.Tensor) -> None:
         """Records how long a block took; on several workers, how long they say that the previous one took."""
+        if self._waited_s is not None:
+            self._computing_s.append((block.seconds - self._waited_s) / block.steps)
         before, self._last = self._last, block
         seconds = worker_vote.accept(self.strategy, result)
         if replication.spans_processes(self.strategy):

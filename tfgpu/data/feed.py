@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import iterator_end, worker_rows
+from tfgpu.core import worker_rows
+from tfgpu.core.feed import reach
 from tfgpu.data.assembly import own_rows
 from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.position import parted
@@ -180,5 +181,5 @@ def _of_length(made: tf.data.Dataset, steps: int) -> tf.data.Dataset:
     never = tf.data.Dataset.from_tensors(0).map(lambda _: tf.nest.map_structure(empty, made.element_spec)).repeat()
     always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
     chosen = tf.data.Dataset.choose_from_datasets([made, never], always_first, stop_on_empty_dataset=True)
-    iterator_end.keep_reach(chosen, made)  # what TensorFlow makes of `always_first` hides that it has no effects
+    reach.keep_reach(chosen, made)  # what TensorFlow makes of `always_first` hides that it has no effects
     return chosen.take(steps)

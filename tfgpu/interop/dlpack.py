@@ -75,12 +75,31 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
     return tf.constant(array)
 
 
-def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
+class Shared:
+    """A tensor whose memory other libraries may use, on any stream.
+
+    Attributes:
+        tensor: the tensor.
+    """
+
+    def __init__(self, tensor: tf.Tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, *, stream: object = None, **options: object) -> object:
+        # PyTorch and CuPy name their stream for an array on a GPU, which TensorFlow's `__dlpack__` refuses.
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.tensor.__dlpack_device__()
+
+
+def to_dlpack(tensor: object, *, copy: bool = False) -> Shared:
     """Prepares a tensor for other libraries: `torch.from_dlpack(to_dlpack(tensor))`.
 
-    A tensor itself has `__dlpack__`. In addition, this function accepts variables, waits for the GPU (DLPack passes no
-    stream), and rejects tensors that would abort the process (strings: "Check failed: DataTypeCanUseMemcpy") or raise
-    an unclear error (ragged tensors, tensors within a `tf.function`).
+    A tensor itself has `__dlpack__`, which refuses PyTorch and CuPy on a GPU, because they name their stream. This
+    function waits for the GPU instead. It also accepts variables, and rejects tensors that would abort the process
+    (strings: "Check failed: DataTypeCanUseMemcpy") or raise an unclear error (ragged tensors, tensors within a
+    `tf.function`).
 
     Both libraries share the memory, which is freed after its last use. PyTorch allows writes to it, which would change
     a constant or a variable of TensorFlow: make a copy if you write to it.
@@ -90,7 +109,7 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
         copy: True copies the memory.
 
     Returns:
-        A tensor, for `from_dlpack` of `torch`, `jax.dlpack`, `cupy` or `numpy` (which has no bfloat16: use
+        An object for `from_dlpack` of `torch`, `jax.dlpack`, `cupy` or `numpy` (which has no bfloat16: use
         `tensor.numpy()`). JAX converts int64 and float64 to 32 bits, unless `jax_enable_x64` is set.
 
     Raises:
@@ -125,7 +144,7 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
         raise InputError(
             f"This TensorFlow does not support {tensor.dtype.name} in DLPack. Cast it, or use tensor.numpy()."
         ) from error
-    return tensor
+    return Shared(tensor)
 
 
 def _check_device(kind: int, index: int) -> str:

@@ -17,7 +17,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import nested_graphs, replication, step_blocks, step_context, worker_rows, worker_vote
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
 from tfgpu.core.dealing import sharing
-from tfgpu.core.feed import early_cut
+from tfgpu.core.feed import early_cut, read_ahead
 from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.workers import ledger
 
@@ -34,7 +34,7 @@ def shard_batches() -> None:
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         strategy = distribute_strategy
         if isinstance(strategy, tf.distribute.OneDeviceStrategy):
-            stock(self, Undistributed(), *args, **kwargs)
+            stock(self, Undistributed(strategy), *args, **kwargs)
             training.set_iterator_strategy(self, strategy)
             return
         if not replication.is_replicated(strategy):
@@ -73,14 +73,20 @@ class _Distributor:
 
 
 class Undistributed:
-    """Takes the place of a one-device strategy where Keras distributes a dataset: returns it unchanged.
+    """Takes the place of a one-device strategy where Keras distributes a dataset: returns it, read ahead for a GPU.
 
     TensorFlow's own iterator asks in each step whether there is data, and takes each batch from a GPU to the host and
     back to answer.
+
+    Args:
+        strategy: the strategy whose device reads ahead; None to return datasets unchanged.
     """
 
+    def __init__(self, strategy: tf.distribute.OneDeviceStrategy | None = None):
+        self._strategy = strategy
+
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return dataset
+        return dataset if self._strategy is None else read_ahead.read_ahead(self._strategy, dataset)
 
 
 class ShardedDataset:
@@ -237,15 +243,23 @@ def spec_of(data: object) -> object:
     return tf.nest.map_structure(distribute.replica_spec, spec.data if isinstance(spec, ReplicaBatch) else spec)
 
 
-def next_batch(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> tuple[tf.Tensor, Callable]:
-    """Whether an iterator has another batch (bool scalar), and a function that returns it, to call only if it has."""
+def next_batch(
+    iterator: tf.data.Iterator | tf.distribute.DistributedIterator, device: str | None = None
+) -> tuple[tf.Tensor, Callable]:
+    """Whether an iterator has another batch (bool scalar), and a function that returns it, to call only if it has.
+
+    Args:
+        iterator: yields the batches.
+        device: where it yields them, if that is not host memory.
+    """
     if isinstance(iterator, tf.distribute.DistributedIterator):
         return distribute.next_batch(iterator)
-    with on_host():  # `identity` has a device of its own, and `get_value` goes where the optional is
+    where = functools.partial(tf.device, device) if device else on_host
+    with where():  # `identity` has a device of its own, and `get_value` goes where the optional is
         batch = tf.nest.map_structure(tf.identity, iterator.get_next_as_optional(), expand_composites=True)
 
     def get_value():
-        with on_host():
+        with where():
             return batch.get_value()
 
     return batch.has_value(), get_value

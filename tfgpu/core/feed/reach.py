@@ -1,0 +1,69 @@
+"""Whether reading from a dataset has effects, or depends on anything, outside its own iterator."""
+
+import re
+
+import tensorflow as tf
+
+from tfgpu.compat import slots
+from tfgpu.compat import tensorflow as private
+
+_REACHING = re.compile(r"\w*(Cache|DataService|Generator|Remote|Save|Snapshot|Variant)\w*Dataset(V\d)?")
+"""Datasets whose iterators write files or take part in a job, or whose effects are unknown."""
+_CONTAINED = re.compile(
+    r"\w*Dataset(V\d)?|DatasetToSingleElement|\w*(SeedGenerator|MemoryCache)(V\d)?"
+    r"|Random\w+(V\d)?|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox(V2)?"
+    r"|ReadVariableOp|VariableShape|VarHandleOp|ResourceGather(Nd)?|LookupTable(Find|Size)V2|\w*HashTable\w*"
+    r"|Assert|CheckNumerics(V2)?|If|Case|While|StatefulPartitionedCall|TensorArray\w*|StatelessRandomGetAlg|Empty"
+)
+"""Operations that TensorFlow calls stateful, but that change only the iterator's own state."""
+_VARIABLE_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+
+
+def reaches_out(data: object) -> bool:
+    """Whether an iterator of the data has side effects: calls Python, changes variables, writes files.
+
+    `tf.numpy_function(stateful=False)` counts as having none.
+    """
+    try:
+        kept = slots.of(data)
+    except (TypeError, AttributeError):
+        return True
+    if not hasattr(kept, "reaches_out"):
+        kept.reaches_out = _reaches_out(data)
+    return kept.reaches_out
+
+
+def keep_reach(data: tf.data.Dataset, source: tf.data.Dataset) -> None:
+    """Notes that a dataset has side effects only if the one that it is made from has them."""
+    slots.of(data).reaches_out = reaches_out(source)
+
+
+def _reaches_out(data: object) -> bool:
+    kind = type(data)
+    if not isinstance(data, tf.data.Dataset) or not kind.__module__.startswith("tensorflow."):
+        return True
+    if private.is_cache(data):
+        reaches = private.writes_cache(data)
+    else:
+        reaches = _REACHING.fullmatch(kind.__name__) is not None
+    return (
+        reaches
+        or any(_function_reaches_out(wrapper.function.graph) for wrapper in private.functions_of(data))
+        or any(map(reaches_out, private.sources_of(data)))
+    )
+
+
+def _function_reaches_out(graph: tf.Graph) -> bool:
+    return any(map(_operation_reaches_out, private.operations_of(graph)))
+
+
+def _operation_reaches_out(kind: str) -> bool:
+    if not private.is_stateful(kind):
+        return False
+    return _CONTAINED.fullmatch(kind) is None or _REACHING.fullmatch(kind) is not None
+
+
+def reads_variables(data: object) -> bool:
+    """Whether what an iterator of a dataset gives depends on variables, which a callback may set between steps."""
+    kinds = {kind for wrapper in private.functions_of(data) for kind in private.operations_of(wrapper.function.graph)}
+    return not kinds.isdisjoint(_VARIABLE_READS) or any(map(reads_variables, private.sources_of(data)))
