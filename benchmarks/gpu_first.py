@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import runner
+from benchmarks import gpu_first_page, runner
 from benchmarks.children import ROOT
 
 CHECKS = {  # the most telling first
@@ -58,6 +58,7 @@ def main(
     results: Annotated[Path | None, typer.Option("--json", help="Where to write.")] = None,
     checks: Annotated[str, typer.Option(help="Only checks with this in their name.")] = "",
     on_cpu: Annotated[bool, typer.Option("--on-cpu", help="A rehearsal on CPU devices.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Also write a page of Markdown there.")] = None,
 ) -> None:
     """Runs the checks as far as the time goes, and writes what they found."""
     path = results or ROOT / "build" / "bench" / f"gpu-first{'-on-cpu' if on_cpu else ''}.json"
@@ -76,6 +77,8 @@ def main(
     late = [name for name in CHECKS if checks in name and name not in found["checks"]]
     if late:
         typer.echo(f"no time left for: {', '.join(late)}. Give more --minutes, or --checks NAME.", err=True)
+    if write is not None:
+        write.write_text(gpu_first_page.page(found))
     failed = [name for name, result in found["checks"].items() if "error" in result]
     typer.echo(f"{path}\nNext: make bench-gpu measures speed." if not failed else f"{path}\nwithout result: {failed}")
     if failed or late:

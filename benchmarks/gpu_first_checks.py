@@ -152,23 +152,34 @@ def attention(on_cpu: bool) -> dict:
     """One causal attention layer with padding, forward and backward: whole and by blocks."""
     from benchmarks import attention as benchmark
 
+    devices(on_cpu, 1)
     lengths = (256, 512) if on_cpu else (1024, 2048, 4096, 8192)
     return _peaks(on_cpu, benchmark.WAYS, lengths, lambda length, way: benchmark.step(length, way, 512, 8))
 
 
 def vocabulary(on_cpu: bool) -> dict:
-    """A tied embedding's logits and their cross-entropy, forward and backward: whole and by chunks."""
+    """A tied embedding's logits and their cross-entropy, forward and backward: whole, and by chunks of some MiB."""
     from benchmarks import vocabulary as benchmark
 
-    sizes = (1000, 2000) if on_cpu else (32_000, 128_000, 256_000)
+    devices(on_cpu, 1)
+    sizes = (1000, 2000) if on_cpu else (32_000, 256_000)
     tokens = 256 if on_cpu else 4096
-    return _peaks(on_cpu, benchmark.WAYS, sizes, lambda size, way: benchmark.step(tokens, way, 512, size))
+
+    def make(size: int, way: str) -> Callable:
+        chunk = None if way == "whole" else max(1, min((int(way.split()[0]) << 20) // (4 * size), tokens))
+        return benchmark.step(tokens, "whole" if chunk is None else "chunks", 512, size, chunk)
+
+    ways, found = ("whole", *(f"{mib} MiB" for mib in (64, 128, 256, 512, 1024))), {}
+    for policy in ("float32", "mixed_bfloat16"):
+        keras.config.set_dtype_policy(policy)
+        found[policy] = _peaks(on_cpu, ways, sizes, make)
+    return found
 
 
 def _peaks(on_cpu: bool, ways: tuple[str, ...], sizes: tuple[int, ...], make: Callable) -> dict:
     """The GPU's peak above what was allocated before a step, and a step's median time, TF32 off."""
-    (device,) = devices(on_cpu, 1)
-    tfgpu.precision.use("float32")
+    device = f"{'CPU' if on_cpu else 'GPU'}:0"
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     found: dict = {"MiB": {}, "milliseconds": {}}
     for way in ways:
         for size in sizes:

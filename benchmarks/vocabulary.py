@@ -19,8 +19,8 @@ from benchmarks import children
 WAYS = ("whole", "chunks")
 
 
-def step(tokens: int, way: str, width: int, vocabulary: int):
-    """A function that does one training step."""
+def step(tokens: int, way: str, width: int, vocabulary: int, chunk: int | None = None):
+    """A function that does one training step; `chunk` tokens at a time, or as many as the loss chooses."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -33,7 +33,7 @@ def step(tokens: int, way: str, width: int, vocabulary: int):
     table = keras.layers.ReversibleEmbedding(vocabulary, width)
     model = keras.Model(inputs, table(keras.layers.Dense(width)(table(inputs)), reverse=True))
     whole = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    loss = tfgpu.losses.ChunkedCrossentropy() if way == "chunks" else whole
+    loss = tfgpu.losses.ChunkedCrossentropy(chunk) if way == "chunks" else whole
 
     @tf.function
     def run(x):

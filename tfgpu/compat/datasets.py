@@ -12,7 +12,6 @@ from tensorflow.python.data.ops import (
     dataset_ops,
     debug_mode,
     map_op,
-    multi_device_iterator_ops,
     padded_batch_op,
     prefetch_op,
     repeat_op,
@@ -23,8 +22,6 @@ from tensorflow.python.data.ops import (
 from tensorflow.python.data.util import nest, structure
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.framework.func_graph import FuncGraph
-
-from tfgpu.compat import slots
 
 _COUNTS = {
     repeat_op._RepeatDataset: ("repeat", "_count"),
@@ -238,14 +235,6 @@ def ends_with_prefetch(dataset: tf.data.Dataset) -> bool:
     while isinstance(dataset, dataset_ops._OptionsDataset):
         (dataset,) = dataset._inputs()
     return isinstance(dataset, prefetch_op._PrefetchDataset)
-
-
-def iterator_on(dataset: tf.data.Dataset, device: str, buffered: int) -> tf.data.Iterator:
-    """An iterator whose elements are on a device, with that many elements read ahead of those that were asked for."""
-    source = multi_device_iterator_ops.OwnedMultiDeviceIterator(dataset, [device], prefetch_buffer_size=buffered)
-    (iterator,) = source._device_iterators
-    slots.of(iterator).source = source  # it is destroyed with this object
-    return iterator
 
 
 def is_in_debug_mode() -> bool:

@@ -275,8 +275,11 @@ def iterator_resources(iterator: object) -> list[tf.Tensor]:
     """The resource handles of an iterator, consumers first; empty for objects that are not tf.data iterators."""
     own = iterator_resource(iterator)
     if own is not None:
-        source = getattr(slots.of(iterator), "source", None)  # of `datasets.iterator_on`
+        source = getattr(slots.of(iterator), "source", None)  # of `device_iterators.only_iterator`
         return [own] if source is None else [own, source._multi_device_iterator_resource]
+    if hasattr(iterator, "_multi_device_iterator_resource"):
+        of_devices = [resource for each in iterator._device_iterators for resource in iterator_resources(each)]
+        return [*of_devices, iterator._multi_device_iterator_resource]
     found = []
     for worker in getattr(iterator, "_iterators", ()):  # an iterator of a strategy's distributed data
         of_devices = getattr(worker, "_iterator", None)

@@ -24,7 +24,7 @@ from tfgpu.core import (
     step_context,
     traffic,
 )
-from tfgpu.core.feed import read_ahead, sharded_dataset
+from tfgpu.core.feed import read_ahead, sharded_dataset, shards_ahead
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 from tfgpu.core.row_mixing import whole_batch
@@ -46,7 +46,8 @@ class LoopKind:
         rows: of each whole batch, for a loop that is traced for that number; None if it takes any.
         has_own_rows: the data gives this worker's rows of each batch, and how many the whole batch has.
         batch_rows: of each whole batch of such data, if its shapes say it.
-        device: to which the data is read ahead; None if batches are in host memory.
+        device: to which the data of one device is read ahead; None if batches are in host memory.
+        is_ahead: the data of replicas is read ahead to their devices.
         is_timed: the loop measures the wait for data that is read ahead.
     """
 
@@ -59,6 +60,7 @@ class LoopKind:
     has_own_rows: bool = False
     batch_rows: int | None = None
     device: str | None = None
+    is_ahead: bool = False
     is_timed: bool = False
 
 
@@ -157,10 +159,10 @@ class LoopBuilder:
         # at call time and loses it if a loop calls the function ("must feed a value for placeholder").
         def another(done, left, waited, since, last):
             if kind.is_sure:
-                batch, wait = timed(lambda: _next(iterator, kind.device))
+                batch, wait = timed(lambda: self._next(iterator, kind))
                 with _state_waits_for(batch):
                     return done + 1, left - 1, waited + wait, *run(batch, since, last)
-            (has_value, get_value), wait = timed(lambda: sharded_dataset.next_batch(iterator, kind.device))
+            (has_value, get_value), wait = timed(lambda: self._next_if_any(iterator, kind))
 
             def step():
                 if self.batch_count is not None:
@@ -177,6 +179,17 @@ class LoopBuilder:
         start = 0, count, 0, since, self._strategy.run(tf.raw_ops.OptionalNone)
         done, _, waited, _, last = tf.while_loop(lambda done, left, *_: left > 0, another, start)
         return done, waited, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
+
+    def _next(self, iterator, kind: LoopKind):
+        if kind.is_ahead:
+            return shards_ahead.next_shards(self._strategy, iterator, kind.rows)
+        with tf.device(kind.device) if kind.device else batch_sharding.on_host():
+            return iterator.get_next()
+
+    def _next_if_any(self, iterator, kind: LoopKind) -> tuple[tf.Tensor, Callable]:
+        if kind.is_ahead:
+            return shards_ahead.next_shards_if_any(self._strategy, iterator, kind.rows)
+        return sharded_dataset.next_batch(iterator, kind.device)
 
     def _sharded(self, batch, kind: LoopKind):
         how = {"gives_row_ranges": kind.gives_row_ranges}
@@ -288,11 +301,6 @@ class LoopBuilder:
         with self._meter.tracing(None):
             values, state, result = self._log_reader.summed(values, ballot, list(self._own_variables.values()))
         return self._log_reader.read(values, state), result
-
-
-def _next(iterator: tf.data.Iterator, device: str | None):
-    with tf.device(device) if device else batch_sharding.on_host():
-        return iterator.get_next()
 
 
 @contextlib.contextmanager

@@ -232,12 +232,14 @@ class StepRunner:
     def _loop_of(self, block: Block) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""
         iterator, gives_row_ranges = sharded_dataset.source_of(block.iterator)
-        is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
-        rows = None if gives_row_ranges is None else self._rows_of(block)
+        is_ahead = sharded_dataset.is_ahead(block.iterator)
+        is_sure = block.is_sure and (is_ahead or isinstance(iterator, tf.data.Iterator))
+        rows = None if gives_row_ranges is None and not is_ahead else self._rows_of(block)
         has_rows = sharded_dataset.has_rows(block.iterator)
         known = {"has_own_rows": True, "batch_rows": block.iterator.data.batch_rows} if has_rows else {}
-        if (device := read_ahead.device_of(iterator)) is not None:
-            known |= {"device": device, "is_timed": read_ahead.can_time()}
+        device = read_ahead.device_of(iterator)
+        if is_ahead or device is not None:
+            known |= {"device": device, "is_ahead": is_ahead, "is_timed": read_ahead.can_time()}
         local = self._has_local_updates()
         kind = LoopKind(self._jit, is_sure, gives_row_ranges, local, _is_wrapped(), rows, **known)
         return iterator, kind

@@ -24,7 +24,7 @@ class ChunkedCrossentropy(keras.losses.Loss):
     and eager steps (`run_eagerly=True`) compute the logits as ever.
 
     Args:
-        chunk: tokens in a chunk; None takes as many as give 256 MiB of logits.
+        chunk: tokens in a chunk; None takes as many as give 64 MiB of logits, but 256 at least.
         label_smoothing: from 0 to 1, the share of each label that all classes get in equal parts.
         ignore_class: a label that counts as nothing, such as -1; None counts all.
         reduction, name, dtype: as for Keras's losses. `dtype` is that of the softmax, float32 in mixed precision, too.

@@ -15,11 +15,13 @@ import tensorflow as tf
 
 from tfgpu.losses.heads import Head
 
-NUMBERS = 2**26
-"""Logits in a chunk, unless its rows are given: 256 MiB in 32 bits.
+NUMBERS = 2**24
+"""Logits in a chunk, unless its rows are given: 64 MiB in 32 bits."""
+LEAST_ROWS = 256
+"""In a chunk, unless they are given: each chunk reads and writes the gradient of all weights.
 
-On an H100 with 4096 tokens, width 512 and 256,000 classes, chunks of 64 MiB take 1.8 times as long, in float32 as in
-mixed_bfloat16, and save 15 % of the memory or none (`python -m benchmarks.gpu_first --checks vocabulary`).
+With 256,000 classes on an H100, chunks of 65 rows take 1.8 times (float32) to 2.0 times (mixed_bfloat16) as long as
+those of 262, and save 200 MiB of 1,400 or nothing (`python -m benchmarks.gpu_first --checks vocabulary`).
 """
 
 
@@ -50,12 +52,14 @@ def compute(
         target: integers [...], the class of each row.
         dtype: of the losses, and of the softmax.
         smoothing: the share of each label that all classes get in equal parts.
-        size: rows in a chunk; None takes as many as give `NUMBERS` logits.
+        size: rows in a chunk; None takes as many as give `NUMBERS` logits, but `LEAST_ROWS` at least.
     """
     shape, width = tf.shape(target), head.inputs.shape[-1]
     flat = tf.reshape(head.inputs, [-1, width])
     given = [flat, *head.weights()]
-    run = _Chunks(head, tf.reshape(target, [-1]), flat, dtype, smoothing, size or max(1, NUMBERS // head.vocabulary))
+    run = _Chunks(
+        head, tf.reshape(target, [-1]), flat, dtype, smoothing, size or max(LEAST_ROWS, NUMBERS // head.vocabulary)
+    )
 
     @tf.custom_gradient
     def whole(*given):

@@ -48,13 +48,14 @@ DATA = {
     "unknown length": lambda: slices().filter(lambda x, y: x[0] > -1).batch(BATCH),
     "repeated": lambda: slices().batch(BATCH).repeat(),
     "generator": lambda: generated().prefetch(1),
-    "int32": lambda: slices(y=Y.astype("int32")).batch(BATCH),
+    "int32": lambda: slices(y=Y.astype("int32")).batch(BATCH, drop_remainder=True),
     "uint8": lambda: slices((100 * X).astype("uint8")).batch(BATCH),
     "weights": lambda: tf.data.Dataset.from_tensor_slices((X, Y, np.abs(X[:, 0]))).batch(BATCH),
 }
 NOT_READ_AHEAD = {
     "generator": generated,
     "strings": lambda: tf.data.Dataset.from_tensor_slices((Y.astype(str), Y)).batch(BATCH),
+    "tokens": lambda: slices((9 * X).astype("int32")).batch(BATCH),
     "ragged": lambda: slices().batch(BATCH).map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y)),
     "a variable": lambda: slices().map(lambda x, y: (x + SHIFT, y)).batch(BATCH),
 }
@@ -96,6 +97,11 @@ def test_training_on_batches_that_are_read_ahead_is_the_same(name, strategy, mon
 def test_what_may_depend_on_the_steps_or_cannot_be_on_a_gpu_is_not_read_ahead(name, strategy):
     data = NOT_READ_AHEAD[name]()
     assert read_ahead.read_ahead(strategy, data) is data
+
+
+def test_labels_in_int32_go_with_pictures(strategy):
+    data = slices(np.ones((ROWS, 4, 4, 3), "uint8"), Y.astype("int32")).batch(BATCH)
+    assert isinstance(read_ahead.read_ahead(strategy, data), read_ahead.ReadAhead)
 
 
 def test_a_cpu_reads_nothing_ahead():

@@ -63,7 +63,12 @@ def _operation_reaches_out(kind: str) -> bool:
     return _CONTAINED.fullmatch(kind) is None or _REACHING.fullmatch(kind) is not None
 
 
-def reads_variables(data: object) -> bool:
+def reads_variables(data: tf.data.Dataset) -> bool:
     """Whether what an iterator of a dataset gives depends on variables, which a callback may set between steps."""
-    kinds = {kind for wrapper in private.functions_of(data) for kind in private.operations_of(wrapper.function.graph)}
-    return not kinds.isdisjoint(_VARIABLE_READS) or any(map(reads_variables, private.sources_of(data)))
+    kept = slots.of(data)
+    if not hasattr(kept, "reads_variables"):
+        functions = (private.operations_of(wrapper.function.graph) for wrapper in private.functions_of(data))
+        kept.reads_variables = any(map(_VARIABLE_READS.intersection, functions)) or any(
+            map(reads_variables, private.sources_of(data))
+        )
+    return kept.reads_variables

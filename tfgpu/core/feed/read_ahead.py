@@ -6,12 +6,13 @@ batches ahead. On an H100 with ResNet-50 in mixed precision, steps whose batch i
 long (`python -m benchmarks.gpu`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfgpu.compat import datasets
+from tfgpu.compat import datasets, slots
 from tfgpu.compat import tensorflow as private
+from tfgpu.compat.device_iterators import Dealer, only_iterator
 from tfgpu.core import replication
 from tfgpu.core.feed import reach
 
@@ -35,24 +36,36 @@ class ReadAhead:
     def __init__(self, dataset: tf.data.Dataset, device: str):
         self.dataset, self._device = dataset, device
         self.element_spec = dataset.element_spec
+        self._dealer = Dealer(dataset, [device], BATCHES)
 
     def __iter__(self) -> tf.data.Iterator:
-        return datasets.iterator_on(self.dataset, self._device, BATCHES)
+        return only_iterator(self._dealer.iterator())
 
 
 def read_ahead(strategy: tf.distribute.OneDeviceStrategy, dataset: tf.data.Dataset) -> tf.data.Dataset | ReadAhead:
-    """The dataset, read ahead into a GPU's memory; unchanged for a CPU, and where that could show or cannot be.
+    """The dataset, read ahead into a GPU's memory if `can_read_ahead`; else unchanged."""
+    if not can_read_ahead(strategy, dataset):
+        return dataset
+    (device,) = strategy.extended.worker_devices
+    kept = vars(slots.of(dataset)).setdefault("read_ahead", {})  # its functions take some 30 ms to trace
+    if device not in kept:
+        kept[device] = ReadAhead(dataset, device)
+    return kept[device]
+
+
+def can_read_ahead(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> bool:
+    """Whether batches go to GPUs, hold numbers alone, and are the same if they are read ahead.
 
     Data that calls Python or reads variables may depend on the steps, so it is read ahead only if it ends with
-    `prefetch`, which asks for that. Strings, ragged and sparse tensors stay in host memory.
+    `prefetch`, which asks for that. Strings, ragged and sparse tensors stay in host memory, and so do token numbers in
+    int32 in batches of any size.
     """
     if replication.is_on_host(strategy) or not isinstance(dataset, tf.data.Dataset):
-        return dataset
-    if not all(map(_can_be_on_gpu, tf.nest.flatten(dataset.element_spec))):
-        return dataset
-    if not datasets.ends_with_prefetch(dataset) and (reach.reaches_out(dataset) or reach.reads_variables(dataset)):
-        return dataset
-    return ReadAhead(dataset, *strategy.extended.worker_devices)
+        return False
+    specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if not isinstance(spec, private.NoneTensorSpec)]
+    if not all(map(_can_be_on_gpu, specs)) or not _is_worth_its_int32(specs):
+        return False
+    return datasets.ends_with_prefetch(dataset) or not (reach.reaches_out(dataset) or reach.reads_variables(dataset))
 
 
 def device_of(iterator: object) -> str | None:
@@ -83,5 +96,19 @@ def timed(read: Callable) -> tuple[object, tf.Tensor]:
 
 
 def _can_be_on_gpu(spec: object) -> bool:
-    is_dense = isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.string, tf.resource, tf.variant)
-    return is_dense or isinstance(spec, private.NoneTensorSpec)
+    return isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.string, tf.resource, tf.variant)
+
+
+def _is_worth_its_int32(specs: Sequence[tf.TensorSpec]) -> bool:
+    """Whether no step would copy token numbers back to the host: on a GPU the shape of an int32 tensor is asked there.
+
+    Shapes that are known beforehand are not asked for, and class labels are few beside pictures.
+    """
+    asked = [spec for spec in specs if has_int32([spec]) and not spec.shape.is_fully_defined()]
+    is_large = any(spec.shape.rank is not None and spec.shape.rank >= 3 and not has_int32([spec]) for spec in specs)
+    return not asked or (is_large and all(spec.shape.rank == 1 for spec in asked))
+
+
+def has_int32(specs: Sequence[object]) -> bool:
+    """Whether any of these components is an int32 tensor."""
+    return any(getattr(spec, "dtype", None) == tf.int32 for spec in specs)

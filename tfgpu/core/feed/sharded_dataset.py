@@ -13,11 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfgpu.compat import distribute, slots, training
+from tfgpu.compat.device_iterators import Dealer, DeviceIterators
 from tfgpu.compat.patch import wrap
 from tfgpu.core import nested_graphs, replication, step_blocks, step_context, worker_rows, worker_vote
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
 from tfgpu.core.dealing import sharing
-from tfgpu.core.feed import early_cut, read_ahead
+from tfgpu.core.feed import early_cut, read_ahead, shards_ahead
 from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.workers import ledger
 
@@ -121,8 +122,14 @@ class ShardedDataset:
         sizes = {spec.shape[0] for spec in specs if spec.shape.rank}
         return sizes.pop() if len(sizes) == 1 and all(spec.shape.rank is not None for spec in specs) else None
 
+    @functools.cached_property
+    def _dealer(self) -> Dealer:
+        return shards_ahead.dealer(self.strategy, self.dataset)
+
     def __iter__(self):
         kind = Given.WHOLE if self.worker_rows is None else _given(self.worker_rows)
+        if kind is Given.WHOLE and self.gives_row_ranges and shards_ahead.can_read_ahead(self.strategy, self.dataset):
+            return ShardedIterator(self, Given.AHEAD, self._dealer.iterator())
         if kind not in self._read:
             ranges = ranges_of(self.strategy)
             self._read[kind] = {
@@ -141,11 +148,12 @@ def _worker_rows(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> 
 
 
 class Given(Enum):
-    """What a worker's iterator gives: whole batches, its rows of them, or those after the first batch whole."""
+    """What an iterator gives: whole batches; a worker's rows of them, or those after the first batch whole; shards."""
 
     WHOLE = "whole"
     ROWS = "rows"
     SHOWN = "shown"
+    AHEAD = "ahead"
 
 
 def _given(rows: worker_rows.WorkerRows) -> Given:
@@ -177,10 +185,12 @@ class ShardedIterator:
         data: what it iterates over.
         unread: the source, for those that do not read from it.
         has_rows: the source gives this worker's rows of each batch and the batch's number of rows, not whole batches.
+        is_ahead: the source gives shards on their devices (`shards_ahead`).
     """
 
-    def __init__(self, data: ShardedDataset, given: Given, unread: tf.data.Iterator):
-        self.data, self.unread, self.has_rows = data, unread, given is not Given.WHOLE
+    def __init__(self, data: ShardedDataset, given: Given, unread: tf.data.Iterator | DeviceIterators):
+        self.data, self.unread = data, unread
+        self.has_rows, self.is_ahead = given in (Given.ROWS, Given.SHOWN), given is Given.AHEAD
         self._is_shown, self._shown = given is Given.SHOWN, None
 
     @property
@@ -205,7 +215,16 @@ class ShardedIterator:
         return self
 
     def __next__(self):
+        if self.is_ahead:
+            return _next_ahead(self.data.strategy, self.unread)
         return _compiled_shard(self.data, self.has_rows)(next(self.source))
+
+
+def _next_ahead(strategy: tf.distribute.Strategy, source: DeviceIterators):
+    try:
+        return shards_ahead.next_shards(strategy, source)
+    except tf.errors.OutOfRangeError:
+        raise StopIteration from None
 
 
 def _whole(shown: tf.data.Iterator) -> object:
@@ -222,8 +241,13 @@ def _whole(shown: tf.data.Iterator) -> object:
 def source_of(iterator: object) -> tuple[Any, bool | None]:
     """What a compiled loop reads, and whether its shards tell their row ranges; None if the loop does not shard."""
     if isinstance(iterator, ShardedIterator):
-        return iterator.source, iterator.data.gives_row_ranges
+        return iterator.source, None if iterator.is_ahead else iterator.data.gives_row_ranges
     return iterator, None
+
+
+def is_ahead(iterator: object) -> bool:
+    """Whether the loop reads shards that are on their devices."""
+    return isinstance(iterator, ShardedIterator) and iterator.is_ahead
 
 
 def has_rows(iterator: object) -> bool:
