@@ -160,6 +160,20 @@ class Attacked(Classifier):
         return {**self.learn(tape, loss), "largest": ops.max(ops.abs(by_hidden))}
 
 
+class Mixes(Classifier):
+    """Mixes each row with one of a shuffled batch (mixup), by the rows' numbers."""
+
+    def train_step(self, data):
+        x, y = data
+        order = keras.random.shuffle(ops.arange(ops.shape(x)[0]), seed=1)
+        targets = ops.one_hot(y, 3)
+        with tf.GradientTape() as tape:
+            outputs = self(0.7 * x + 0.3 * ops.take(x, order, 0), training=True)
+            targets = 0.7 * targets + 0.3 * ops.take(targets, order, 0)
+            loss = ops.mean(keras.losses.categorical_crossentropy(targets, outputs, from_logits=True))
+        return self.learn(tape, loss)
+
+
 class Penalized(Classifier):
     """A gradient's gradient, and two gradients of one tape before the update."""
 
@@ -291,10 +305,10 @@ def assert_alike(one, other):
         np.testing.assert_allclose(values, other[1][name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.sample("Clips")
+@pytest.mark.sample("Clips", "Mixes")
 @pytest.mark.parametrize(
     "make",
-    [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Penalized, Function, Words, Judged, Compares],
+    [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Mixes, Penalized, Function, Words, Judged, Compares],
     ids=lambda make: make.__name__,
 )
 def test_a_step_that_mixes_rows_is_one_device_s(make, caplog):

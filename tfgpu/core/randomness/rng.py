@@ -240,13 +240,19 @@ def _wrap_shuffle() -> None:
             return stock(x, axis, seed)
         if step_recorder.is_by_hand() and _are_numbers_of_rows(x):
             raise ValueError("it shuffles the numbers of a batch's rows, which count from 0 on each replica")
+        if step_context.current().is_trying and step_context.step() is None and _may_be_numbers_of_rows(x):
+            return stock(x, axis, seed)  # so that the trial finds that the step needs all of the batch's numbers
         # A row may go to any replica, so all rows are gathered. The order is drawn for indices, which are integers.
         order = stock(tf.range(rows.total), 0, seed)
         return tf.ensure_shape(row_sums.own_rows(tf.gather(row_sums.all_rows(x), order), x), x.shape)
 
 
+def _may_be_numbers_of_rows(x: tf.Tensor) -> bool:
+    return x.dtype.is_integer and x.shape.rank == 1
+
+
 def _are_numbers_of_rows(x: tf.Tensor) -> bool:
-    return x.dtype.is_integer and x.shape.rank == 1 and bool(tf.reduce_all(x == tf.range(tf.size(x), dtype=x.dtype)))
+    return _may_be_numbers_of_rows(x) and bool(tf.reduce_all(x == tf.range(tf.size(x), dtype=x.dtype)))
 
 
 def _name(dtype) -> str:
