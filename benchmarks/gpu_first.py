@@ -63,10 +63,12 @@ def main(
     """Runs the checks as far as the time goes, and writes what they found."""
     path = results or ROOT / "build" / "bench" / f"gpu-first{'-on-cpu' if on_cpu else ''}.json"
     until = time.monotonic() + 60 * minutes
-    if not on_cpu and not _gpus():
+    gpus = [] if on_cpu else _gpus()
+    if not on_cpu and not gpus:
         typer.echo("error: TensorFlow sees no GPU. Run `tfgpu doctor`, or rehearse with --on-cpu.", err=True)
         raise typer.Exit(2)
-    found: dict = {"on_cpu": on_cpu, "date": time.strftime("%Y-%m-%d"), "checks": {}}
+    device = gpus[0] if gpus else "CPU devices"
+    found: dict = {"on_cpu": on_cpu, "device": device, "date": time.strftime("%Y-%m-%d"), "checks": {}}
     for name, about in CHECKS.items():
         left = until - time.monotonic()
         if checks not in name or left < LEFT_S:
@@ -85,11 +87,14 @@ def main(
         raise typer.Exit(1)
 
 
-def _gpus() -> int:
-    """How many GPUs TensorFlow sees; asked in a process of its own, which leaves their memory alone."""
-    code = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+def _gpus() -> list[str]:
+    """The GPUs that TensorFlow sees, by model; asked in a process of its own, which leaves their memory alone."""
+    code = (
+        "import json, tensorflow as tf; print(json.dumps([tf.config.experimental.get_device_details(gpu).get("
+        "'device_name', 'GPU') for gpu in tf.config.list_physical_devices('GPU')]))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    return int(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else 0
+    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else []
 
 
 if __name__ == "__main__":

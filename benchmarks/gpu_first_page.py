@@ -9,6 +9,8 @@ _INTRO = """# One GPU
 Written by `python -m benchmarks.gpu_first --write docs/measured/gpu.md` on {device}, {date}. Speed is in
 [Benchmarks](benchmarks.md#gpu), and what a step does in [What a step does on GPUs](../explained/gpu.md).
 """
+_COPIED = ("copies a step", "bytes a step")
+_UNITS = (("MiB", 0), ("milliseconds", 1))  # and how many decimal places are shown
 
 
 def page(found: dict) -> str:
@@ -21,7 +23,7 @@ def page(found: dict) -> str:
         "attention": _attention,
         "vocabulary": _vocabulary,
     }
-    parts = [_INTRO.format(device=found.get("device", "a GPU"), date=found["date"])]
+    parts = [_INTRO.format(device=found["device"], date=found["date"])]
     return "\n".join(parts + [make(checks) for name, make in sections.items() if name in checks])
 
 
@@ -43,9 +45,6 @@ In a step of a small CNN, as TensorFlow's profiler sees them; "by hand" is a loo
 
 {_table(("path", *_COPIED), rows)}
 """
-
-
-_COPIED = ("copies a step", "bytes a step")
 
 
 def _seeds(checks: dict) -> str:
@@ -96,9 +95,6 @@ def _peaks(measured: dict, what: str, ways: list[str] | tuple[str, ...]) -> str:
         shown = [f"{value:,.{places}f}" if isinstance(value, int | float) else str(value) for value, places in keys]
         rows.append((f"{int(size):,}", *shown))
     return _table(heads, rows)
-
-
-_UNITS = (("MiB", 0), ("milliseconds", 1))
 
 
 def _table(heads: list[str] | tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

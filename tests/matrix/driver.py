@@ -320,6 +320,8 @@ def make_devices(kind, count):
     """Gives this process `count` devices: parts of its CPU, or whole GPUs, or parts of one where there are fewer."""
     global KIND
     KIND = kind
+    if kind == "GPU" and not tf.config.list_physical_devices("GPU"):
+        sys.exit("TensorFlow sees no GPU: see `tfgpu doctor`, or leave out --gpus")
     if kind == "CPU":
         tfgpu.environment.set_logical_devices(count)
     elif len(tf.config.list_physical_devices("GPU")) < count or count == 1:

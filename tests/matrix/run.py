@@ -180,7 +180,8 @@ def execute(job, names, folder, timeout, say):
         failed_starts = 0 if begun else failed_starts + 1
         left = [n for n in left if n not in cells]
     for name in left:
-        cells[name] = Cell("dies", message="the process never started")
+        said = (folder / "0.log").read_text().strip().splitlines()[-1:]
+        cells[name] = Cell("dies", message=f"the process never started: {''.join(said)[:160]}")
     for cell in cells.values():
         cell.folder = str(folder)
     kept = {n: {"status": c.status, "message": c.message, "seconds": c.seconds} for n, c in cells.items()}

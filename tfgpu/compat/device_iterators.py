@@ -1,4 +1,4 @@
-"""TensorFlow's iterator over several devices, made anew for each epoch without tracing its functions again.
+"""TensorFlow's iterator over several devices, recreated for each epoch without retracing its functions.
 
 `OwnedMultiDeviceIterator` traces six functions for each device, which takes tens of milliseconds a device and epoch.
 """
@@ -24,6 +24,10 @@ class Dealer:
         dataset: the dataset.
         devices: names of devices.
         buffered: elements that are read ahead on each device, of those that were asked for.
+
+    Attributes:
+        templates: the functions of each device, empty until the first iterator is made; a dealer of the same dataset
+            and devices may share them.
     """
 
     def __init__(self, dataset: tf.data.Dataset, devices: Sequence[str], buffered: int):
@@ -32,7 +36,7 @@ class Dealer:
         self._dataset = dataset.with_options(options)._apply_debug_options()
         self._devices, self._buffered = list(devices), buffered
         self._source = tf.constant(_HOST)
-        self._templates: list[_PerDeviceGenerator] = []
+        self.templates: list[_PerDeviceGenerator] = []
 
     def iterator(self) -> DeviceIterators:
         """A new iterator. A shuffled dataset draws its order now, as where an iterator of its own is made."""
@@ -42,9 +46,9 @@ class Dealer:
                 self._dataset._variant_tensor, resource, max_buffer_size=self._buffered
             )
             handle = gen_dataset_ops.multi_device_iterator_to_string_handle(resource)
-        if not self._templates:
-            self._templates = self._make_templates()
-        each = [self._on_device(*made, resource, number, handle) for made in enumerate(self._templates)]
+        if not self.templates:
+            self.templates += self._make_templates()
+        each = [self._on_device(*made, resource, number, handle) for made in enumerate(self.templates)]
         return DeviceIterators(
             devices=self._devices,
             source_device=_HOST,
@@ -70,7 +74,9 @@ class Dealer:
     def _on_device(
         self, at: int, template: _PerDeviceGenerator, resource: tf.Tensor, number: tf.Tensor, handle: tf.Tensor
     ) -> tf.data.Iterator:
-        first = [given if given is self._source else handle for given in template._init_captured_args]
+        first = [
+            handle if at == _handle_index(template) else given for at, given in enumerate(template._init_captured_args)
+        ]
         following = list(template._next_captured_args)
         following[template._incarnation_id_index], following[-1] = number, resource
         with tf.device(self._devices[at]):
@@ -87,6 +93,12 @@ class Dealer:
             return iter(made.prefetch(self._buffered))
 
 
+def _handle_index(template: _PerDeviceGenerator) -> int:
+    """Where the function that begins takes the iterator's name; its other text is the name of the host."""
+    (found,) = [at for at, given in enumerate(template._init_captured_args) if given.numpy() != _HOST.encode()]
+    return found
+
+
 def iterators_of(iterator: DeviceIterators) -> list[tuple[str, tf.data.Iterator]]:
     """The devices, and the iterator of each one's elements."""
     return list(zip(iterator._devices, iterator._device_iterators, strict=True))
@@ -95,5 +107,5 @@ def iterators_of(iterator: DeviceIterators) -> list[tuple[str, tf.data.Iterator]
 def only_iterator(iterator: DeviceIterators) -> tf.data.Iterator:
     """The iterator of the one device there is; what it reads from is destroyed with it."""
     ((_, found),) = iterators_of(iterator)
-    slots.of(found).source = iterator
+    slots.of(found).source = iterator._multi_device_iterator_resource  # the whole object would be a cycle
     return found

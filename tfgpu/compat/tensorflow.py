@@ -276,7 +276,7 @@ def iterator_resources(iterator: object) -> list[tf.Tensor]:
     own = iterator_resource(iterator)
     if own is not None:
         source = getattr(slots.of(iterator), "source", None)  # of `device_iterators.only_iterator`
-        return [own] if source is None else [own, source._multi_device_iterator_resource]
+        return [own] if source is None else [own, source]
     if hasattr(iterator, "_multi_device_iterator_resource"):
         of_devices = [resource for each in iterator._device_iterators for resource in iterator_resources(each)]
         return [*of_devices, iterator._multi_device_iterator_resource]

@@ -1,4 +1,4 @@
-"""How long the steps of a running `fit` compute and how many rows they have, measured without touching the step.
+"""How long the steps of a running `fit` compute and how many rows they have, measured at next to no cost for the step.
 
 tf.data keeps statistics of each iterator: among them the time from the end of one request for a batch to the start of
 the next, which is the step's own time. The rest of a step is waiting for data. Reading the statistics takes some 50 us

@@ -6,7 +6,6 @@
 import collections
 import contextlib
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.compat.training import strategy_of
 from tfgpu.core import (
     batch_sharding,
+    input_stats,
     iterator_end,
     profiling_hooks,
     replication,
@@ -183,7 +183,7 @@ class StepRunner:
         if not block.done:
             raise _end_of_data()
         self._note_time(_Timed(block.done, time.perf_counter() - began), result)
-        block.computing_s = statistics.fmean(self._computing_s) if self._computing_s else None
+        block.computing_s = input_stats.mean_gap(self._computing_s)
         return self.logs
 
     def _run(self) -> step_blocks.Run | None:

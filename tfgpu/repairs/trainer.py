@@ -43,7 +43,7 @@ def compile_in_scope() -> None:
         with _scope_of(self):
             stock(self, *args, **kwargs)
         takeover.take_over(self, own, keras.tree.flatten((args, kwargs)))
-        if kwargs.get("jit_compile", "auto") == "auto":
+        if inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile", "auto") == "auto":
             _name_other_draws(self)
         run = step_blocks.current()
         if run is not None and run.model is self and run.kind == "train":  # by a callback; stock `fit` then calls None
@@ -70,7 +70,7 @@ def _name_other_draws(model: keras.Model) -> None:
     strategy = training.strategy_of(model)
     if not replication.is_replicated(strategy) or replication.is_on_host(strategy):
         return
-    if strategy.num_replicas_in_sync == 1 or model.jit_compile:
+    if strategy.num_replicas_in_sync == 1 or model.jit_compile or model.run_eagerly:
         return
     draws = any(variable.path.endswith("seed_generator_state") for variable in model.variables)
     if not (draws and training.one_device_compiles(model)):

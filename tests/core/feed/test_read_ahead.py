@@ -1,8 +1,10 @@
 """Batches that are read ahead to a GPU: the same batches, errors and orders. `CPU:1` stands for a GPU."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import gpu_way
@@ -57,6 +59,8 @@ NOT_READ_AHEAD = {
     "strings": lambda: tf.data.Dataset.from_tensor_slices((Y.astype(str), Y)).batch(BATCH),
     "tokens": lambda: slices((9 * X).astype("int32")).batch(BATCH),
     "ragged": lambda: slices().batch(BATCH).map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y)),
+    "shuffled and repeated": lambda: slices().shuffle(ROWS).repeat().batch(BATCH),
+    "shuffled in a function": lambda: tf.data.Dataset.range(3).flat_map(lambda _: slices().shuffle(ROWS)).batch(BATCH),
     "a variable": lambda: slices().map(lambda x, y: (x + SHIFT, y)).batch(BATCH),
 }
 
@@ -116,6 +120,19 @@ def test_batches_come_on_the_device(strategy):
     assert read_ahead.device_of(iter(data)) is None and len(iterator_end.resources(iterator)) == 2
 
 
+def test_an_iterator_and_its_data_are_gone_with_their_last_use(strategy):
+    gc.disable()
+    try:
+        data = slices().batch(BATCH)
+        iterator = iter(read_ahead.read_ahead(strategy, data))
+        next(iterator)
+        gone = weakref.ref(iterator), weakref.ref(data)
+        del iterator, data
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_each_iterator_draws_its_order_when_it_is_made(strategy):
     def orders(data):
         made = [iter(data) for _ in range(3)]
@@ -147,7 +164,7 @@ def test_the_wait_for_data_is_measured(strategy):
             self.found = input_stats.computing_s(run), run.block.computing_s
 
     waits = Waits()
-    model(strategy).fit(slices().batch(BATCH), verbose=0, callbacks=[waits])
+    model(strategy).fit(slices().batch(BATCH), epochs=9, verbose=0, callbacks=[waits])
     assert waits.found[0] == waits.found[1] > 0
 
 

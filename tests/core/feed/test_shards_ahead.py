@@ -92,6 +92,22 @@ def test_batches_come_in_shards_on_their_devices(strategy):
         shards_ahead.next_shards(strategy, source)
 
 
+def test_a_last_batch_that_fails_is_an_error_and_no_end(strategy, ahead, tmp_path):
+    names = [str(tmp_path / f"{number}.row") for number in range(5)]
+    for name in names[:4]:
+        X[0].tofile(name)
+
+    def read(name):
+        return tf.ensure_shape(tf.io.decode_raw(tf.io.read_file(name), tf.float32), [4]), tf.zeros([], tf.int64)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    with pytest.raises(tf.errors.NotFoundError, match="4.row"):
+        model.fit(tf.data.Dataset.from_tensor_slices(names).map(read).batch(2), verbose=0)
+    assert all(ahead) and int(model.optimizer.iterations.numpy()) == 2
+
+
 def test_an_eager_step_reads_shards(strategy, ahead):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -109,5 +125,5 @@ def test_the_wait_for_data_is_measured(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
-    model.fit(slices().batch(8), verbose=0, callbacks=[waits])
+    model.fit(slices().batch(8), epochs=9, verbose=0, callbacks=[waits])
     assert waits.found > 0

@@ -16,7 +16,11 @@ _CONTAINED = re.compile(
     r"|Assert|CheckNumerics(V2)?|If|Case|While|StatefulPartitionedCall|TensorArray\w*|StatelessRandomGetAlg|Empty"
 )
 """Operations that TensorFlow calls stateful, but that change only the iterator's own state."""
-_VARIABLE_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+_STATE_READS = frozenset(
+    {"LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
+)
+_DRAWING = re.compile(r"_?(Shuffle|Random)\w*")
+_REPEATING = re.compile(r"_?(Repeat|\w*FlatMap|\w*Interleave)\w*")
 
 
 def reaches_out(data: object) -> bool:
@@ -63,12 +67,32 @@ def _operation_reaches_out(kind: str) -> bool:
     return _CONTAINED.fullmatch(kind) is None or _REACHING.fullmatch(kind) is not None
 
 
-def reads_variables(data: tf.data.Dataset) -> bool:
-    """Whether what an iterator of a dataset gives depends on variables, which a callback may set between steps."""
+def reads_state(data: tf.data.Dataset) -> bool:
+    """Whether what an iterator of a dataset gives depends on variables or tables, which a callback may set."""
+    return not _operations_of(data).isdisjoint(_STATE_READS)
+
+
+def draws_again(data: tf.data.Dataset, *, is_repeated: bool = False) -> bool:
+    """Whether an iterator draws a new order while it is read, as that of `shuffle(n).repeat()` at each end.
+
+    All iterators of such a dataset draw from one generator, so what the next one gives depends on how far this one was
+    read.
+
+    Args:
+        data: the dataset.
+        is_repeated: a stage after it reads it several times.
+    """
+    if is_repeated and _DRAWING.fullmatch(type(data).__name__):
+        return True
+    is_repeated = is_repeated or _REPEATING.fullmatch(type(data).__name__) is not None
+    is_inner = any(re.fullmatch(r"(Shuffle|Random)\w*Dataset(V\d)?", kind) for kind in _operations_of(data))
+    return is_inner or any(draws_again(source, is_repeated=is_repeated) for source in private.sources_of(data))
+
+
+def _operations_of(data: tf.data.Dataset) -> set[str]:
+    """The kinds of operations in the functions of a dataset's stages."""
     kept = slots.of(data)
-    if not hasattr(kept, "reads_variables"):
-        functions = (private.operations_of(wrapper.function.graph) for wrapper in private.functions_of(data))
-        kept.reads_variables = any(map(_VARIABLE_READS.intersection, functions)) or any(
-            map(reads_variables, private.sources_of(data))
-        )
-    return kept.reads_variables
+    if not hasattr(kept, "operations"):
+        found = [private.operations_of(wrapper.function.graph) for wrapper in private.functions_of(data)]
+        kept.operations = set().union(*found, *map(_operations_of, private.sources_of(data)))
+    return kept.operations

@@ -1,4 +1,4 @@
-"""Copies batches to a GPU while it still computes the steps before.
+"""Copies batches to a GPU while it still computes the previous steps.
 
 A step's own copy cannot begin before the kernels of the step before have ended: TensorFlow makes the two streams wait
 for each other, because the kernels may still use the memory that the copy writes to. tf.data's copy is begun two
@@ -29,14 +29,16 @@ class ReadAhead:
     another order.
 
     Args:
-        dataset: a dataset of batches that hold numbers alone.
+        dataset: a dataset of batches that hold only numbers.
         device: such as "GPU:0".
     """
 
     def __init__(self, dataset: tf.data.Dataset, device: str):
-        self.dataset, self._device = dataset, device
-        self.element_spec = dataset.element_spec
+        self.dataset, self.element_spec = dataset, dataset.element_spec
         self._dealer = Dealer(dataset, [device], BATCHES)
+        # Tracing takes some 30 ms. The functions do not hold the dataset: in a cycle, it would outlive its last use.
+        kept = vars(slots.of(dataset)).setdefault("read_ahead", {})
+        self._dealer.templates = kept.setdefault(device, self._dealer.templates)
 
     def __iter__(self) -> tf.data.Iterator:
         return only_iterator(self._dealer.iterator())
@@ -44,28 +46,23 @@ class ReadAhead:
 
 def read_ahead(strategy: tf.distribute.OneDeviceStrategy, dataset: tf.data.Dataset) -> tf.data.Dataset | ReadAhead:
     """The dataset, read ahead into a GPU's memory if `can_read_ahead`; else unchanged."""
-    if not can_read_ahead(strategy, dataset):
-        return dataset
-    (device,) = strategy.extended.worker_devices
-    kept = vars(slots.of(dataset)).setdefault("read_ahead", {})  # its functions take some 30 ms to trace
-    if device not in kept:
-        kept[device] = ReadAhead(dataset, device)
-    return kept[device]
+    return ReadAhead(dataset, *strategy.extended.worker_devices) if can_read_ahead(strategy, dataset) else dataset
 
 
 def can_read_ahead(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> bool:
-    """Whether batches go to GPUs, hold numbers alone, and are the same if they are read ahead.
+    """Whether batches go to GPUs, hold only numbers, and are the same if they are read ahead.
 
-    Data that calls Python or reads variables may depend on the steps, so it is read ahead only if it ends with
-    `prefetch`, which asks for that. Strings, ragged and sparse tensors stay in host memory, and so do token numbers in
-    int32 in batches of any size.
+    Data that calls Python or reads variables may depend on the steps, and `shuffle(n).repeat()` on how far it was read.
+    They are read ahead only if they end with `prefetch`, which asks for that. Strings, ragged and sparse tensors stay
+    in host memory, and so do token numbers in int32 in batches of any size.
     """
     if replication.is_on_host(strategy) or not isinstance(dataset, tf.data.Dataset):
         return False
     specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if not isinstance(spec, private.NoneTensorSpec)]
     if not all(map(_can_be_on_gpu, specs)) or not _is_worth_its_int32(specs):
         return False
-    return datasets.ends_with_prefetch(dataset) or not (reach.reaches_out(dataset) or reach.reads_variables(dataset))
+    depends = reach.reaches_out(dataset) or reach.reads_state(dataset) or reach.draws_again(dataset)
+    return datasets.ends_with_prefetch(dataset) or not depends
 
 
 def device_of(iterator: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Distributes the dataset of `fit`, `evaluate` and `predict`: the compiled step shards each batch.
+"""Distributes the dataset of `fit`, `evaluate` and `predict`: the compiled step shards each batch, or `shards_ahead`.
 
 TensorFlow's own sharding does not tell a replica about the other shards, so each step would need a collective to count
 rows. And by default it shards files, not batches, if the data comes from files: a batch then holds other rows than on

@@ -50,7 +50,8 @@ def shards(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> tf.dat
 
 
 def _told(shard: ReplicaBatch) -> tf.Tensor:
-    return tf.zeros([shard.local, shard.offset, shard.total, 0], tf.uint8)
+    # 0 first: TensorFlow multiplies the dimensions, and those of a few million rows would be too many.
+    return tf.zeros([0, shard.local, shard.offset, shard.total], tf.uint8)
 
 
 def dealer(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Dealer:
@@ -66,7 +67,16 @@ def next_shards(strategy: tf.distribute.Strategy, source: DeviceIterators, rows:
         source: from `dealer`.
         rows: of the whole batch, if known although the shapes do not say it; the replicas share them evenly.
     """
-    return _distributed(strategy, [(device, each.get_next) for device, each in iterators_of(source)], rows)
+    (device, first), *others = iterators_of(source)
+    with tf.device(device):
+        found = [first.get_next()]
+    # A batch that fails is one error, which the first device gets. The next may get the end of the data instead, and
+    # the loop would take that for the reason.
+    with tf.control_dependencies([] if tf.executing_eagerly() else [found[0][1]]):
+        for device, each in others:
+            with tf.device(device):
+                found.append(each.get_next())
+    return _distributed(strategy, source, found, rows)
 
 
 def next_shards_if_any(
@@ -77,16 +87,27 @@ def next_shards_if_any(
     for device, each in iterators_of(source):
         with tf.device(device):
             optionals.append((device, each.get_next_as_optional()))
-    with tf.device(optionals[0][0]):
-        has_value = optionals[0][1].has_value()  # every batch has a shard for each replica
-    return has_value, lambda: _distributed(strategy, [(device, each.get_value) for device, each in optionals], rows)
+    with batch_sharding.on_host():  # all or none: every batch has a shard for each replica
+        has_value = tf.reduce_all(tf.stack([each.has_value() for _, each in optionals]))
+
+    def get_value():
+        found = []
+        for device, each in optionals:
+            with tf.device(device):
+                found.append(each.get_value())
+        return _distributed(strategy, source, found, rows)
+
+    return has_value, get_value
 
 
-def _distributed(strategy: tf.distribute.Strategy, reads: list[tuple[str, Callable]], rows: int | None):
+def _distributed(strategy: tf.distribute.Strategy, source: DeviceIterators, found: list, rows: int | None):
+    local = None if rows is None else rows // strategy.num_replicas_in_sync
     values = []
-    for (device, read), at in zip(reads, batch_sharding.ranges_of(strategy).shards, strict=True):
+    for (device, _), given, at in zip(
+        iterators_of(source), found, batch_sharding.ranges_of(strategy).shards, strict=True
+    ):
         with tf.device(device):
-            values.append(_shard(*read(), at, rows and rows // strategy.num_replicas_in_sync, rows))
+            values.append(_shard(*given, at, local, rows))
     return strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group]
     )
@@ -94,15 +115,15 @@ def _distributed(strategy: tf.distribute.Strategy, reads: list[tuple[str, Callab
 
 def _shard(data, told: tf.Tensor, at: int, local: int | None, total: int | None) -> ReplicaBatch:
     if told.shape.is_fully_defined():  # eager, or a single replica
-        return ReplicaBatch(data, *(tf.constant(number) for number in told.shape[:3]))
+        return ReplicaBatch(data, *(tf.constant(number) for number in told.shape[1:]))
     if local is not None:
-        ranged = [local, at * local, total, 0]
+        ranged = [0, local, at * local, total]
         tf.debugging.assert_equal(tf.shape(told), ranged, "A batch has other rows than a full one.")
-    elif None in (told.shape[0], told.shape[2]):
+    elif None in (told.shape[1], told.shape[3]):
         numbers = tf.shape(told)
-        return ReplicaBatch(data, numbers[0], numbers[1], numbers[2])
+        return ReplicaBatch(data, numbers[1], numbers[2], numbers[3])
     else:  # Shards of several shapes have no static one.
-        local, total = told.shape[0], told.shape[2]
+        local, total = told.shape[1], told.shape[3]
     for value in tf.nest.flatten(data):
         if value is not None and value.shape.rank:
             value.set_shape([local, *value.shape[1:]])  # `ensure_shape` takes int32 from a GPU to the host and back
