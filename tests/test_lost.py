@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.cluster import Cluster
+from tfgpu.core.workers.ledger import Ledger
 from tfgpu.rendezvous import lost
 
 UNHEALTHY = (
@@ -57,3 +58,12 @@ def test_the_lost_one_is_named(text, facts, who):
 )
 def test_other_errors_are_left_alone(error, facts):
     assert notes(error, facts) == []
+
+
+@pytest.mark.parametrize(("text", "rank", "who"), [(UNHEALTHY, 0, "two"), (FIRST, 1, "one"), (UNHEALTHY, 1, None)])
+def test_a_worker_that_is_silent_is_gone_without_asking_it(text, rank, who):
+    """The others would wait for its answer until the launcher ends them, and nobody would be named."""
+    ledger = Ledger(["one", "two"], [f"/job:worker/replica:0/task:{rank}" for rank in range(2)], rank)
+    error = ledger.silent(tf.errors.UnavailableError(None, None, text))
+    assert who is None and error is None or str(error).startswith(f"{who} no longer answers")
+    assert ledger.silent(tf.errors.UnavailableError(None, None, BROKEN)) is None  # it may have told why it ended

@@ -3,10 +3,13 @@
 import difflib
 import math
 import numbers
+import re
 from collections.abc import Iterable
 
 MOST_NAMED = 40
 """How many choices an error lists."""
+_SILENT = re.compile(r"stopped sending heartbeats\):\n(/job:\w+/replica:0/task:\d+)")
+_TO_FIRST = "/tensorflow.CoordinationService/Heartbeat"
 
 
 class InputError(ValueError):
@@ -166,3 +169,18 @@ def no_script(script: str) -> InputError:
             "options after it."
         )
     return InputError(f"There is no script {script!r}. Give the path of a Python file.")
+
+
+def silent_task(message: str) -> str | None:
+    """The task whose heartbeats have stopped for 10 s, of which an error of TensorFlow says so.
+
+    Args:
+        message: of the error.
+
+    Returns:
+        Its name, such as `"/job:worker/replica:0/task:1"`; "" for the first task, which holds the service; else None.
+    """
+    found = _SILENT.search(message)
+    if found is not None:
+        return found[1]
+    return "" if _TO_FIRST in message else None

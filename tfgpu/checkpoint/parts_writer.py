@@ -14,9 +14,12 @@ from tfgpu import atomic
 from tfgpu.checkpoint import manifest, storage, streamed
 from tfgpu.checkpoint.disks import Disks
 from tfgpu.checkpoint.manifest import FACTS, Position
+from tfgpu.compat.coordination import LONGEST_S
 from tfgpu.core.state.parts import StateParts
 from tfgpu.core.workers.messages import Messages
 from tfgpu.errors import MachineError
+
+_FAREWELL_S = 2.0  # that a script that ends by an error tries to tell the others, before it says what happened
 
 
 class _Left(Exception):
@@ -63,13 +66,17 @@ class PartsWriter:
 
         return write
 
-    def no_job(self) -> Callable[[], None]:
-        """What takes a job's place on a worker that cannot make it: none writes that checkpoint."""
+    def no_job(self, seconds: float = LONGEST_S) -> Callable[[], None]:
+        """What takes a job's place on a worker that cannot make it: none writes that checkpoint.
+
+        Args:
+            seconds: how long to try to tell the others.
+        """
 
         def leave() -> None:
             self._number += 1
             if self._disks.count > 1:
-                _Save(self._directory / "none", self._disks, self._number).leave()
+                _Save(self._directory / "none", self._disks, self._number).leave(seconds)
 
         return leave
 
@@ -79,7 +86,7 @@ class PartsWriter:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and self._disks.writes:
             with contextlib.suppress(MachineError):  # the others find out that this one is gone
-                self.no_job()()
+                self.no_job(_FAREWELL_S)()
 
 
 class _Save:
@@ -122,9 +129,9 @@ class _Save:
             if disks.is_leader:
                 self._clear()
 
-    def leave(self) -> None:
+    def leave(self, seconds: float = LONGEST_S) -> None:
         """Tells the others that there will be no such checkpoint."""
-        self._tell_instead({"left": True})
+        self._tell_instead({"left": True}, seconds)
 
     def _write_own(self, position: Position, saved: StateParts, memory: Any) -> dict[str, Any]:
         facts = {}
@@ -169,12 +176,12 @@ class _Save:
             raise MachineError(f"{self._messages.name(rank)}: {found['error']}")
         return found["value"]
 
-    def _tell_instead(self, what: dict[str, Any]) -> None:
+    def _tell_instead(self, what: dict[str, Any], seconds: float = LONGEST_S) -> None:
         """Tells those that wait for this worker what else has happened; what it has said already stays."""
         keys = [f"part/{self._disks.rank}", f"done/{self._disks.rank}"]
         with contextlib.suppress(MachineError):  # the first error says more
             for key in [*keys, "facts"] if self._disks.is_chief else keys:
-                self._messages.put(key, json.dumps(what))
+                self._messages.put(key, json.dumps(what), seconds)
 
     def _clear(self) -> None:
         """Removes what is left aside, once no worker of this disk writes there any more."""

@@ -3,11 +3,17 @@
 The service runs in the first task of the cluster, on the port that TensorFlow uses anyway.
 """
 
+import threading
+from collections.abc import Callable
+
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 _PREFIX = "tfgpu/"
 _DEFAULT_S = 10
+
+LONGEST_S = 60.0
+"""The time that a text may take on its way."""
 
 
 class Unreachable(Exception):
@@ -20,14 +26,14 @@ def is_available() -> bool:
     return config is not None and bool(config.service_type)
 
 
-def put(key: str, text: str) -> bool:
+def put(key: str, text: str, seconds: float = LONGEST_S) -> bool:
     """Stores a text for all workers; returns whether the key had none, else the old text stays.
 
     Raises:
-        Unreachable: see there.
+        Unreachable: see there; also after `seconds` without an answer. The text may still arrive then.
     """
     try:
-        context.context().set_config_key_value(_PREFIX + key, text)
+        _within(seconds, lambda: context.context().set_config_key_value(_PREFIX + key, text))
     except tf.errors.AlreadyExistsError:
         return False
     except (tf.errors.OpError, RuntimeError) as error:
@@ -56,7 +62,7 @@ def delete(key: str) -> None:
         Unreachable: see there.
     """
     try:
-        context.context().delete_config_key_value(_PREFIX + key)
+        _within(LONGEST_S, lambda: context.context().delete_config_key_value(_PREFIX + key))
     except (tf.errors.OpError, RuntimeError) as error:
         raise _meant(error) from error
 
@@ -75,6 +81,28 @@ def answers(task: str, seconds: int = _DEFAULT_S) -> bool:
 def abort_collectives(message: str) -> None:
     """Ends the collectives in which this process waits, and all later ones, by `tf.errors.AbortedError`."""
     context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Makes a call that TensorFlow gives no deadline: it waits for ever when the network of the service is lost.
+
+    Also in the first task itself, once the service has lost another task.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="tfgpu-text", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise Unreachable(f"no answer within {seconds:g} s")
+    if raised:
+        raise raised[0]
 
 
 def _meant(error: Exception) -> BaseException:

@@ -3,13 +3,11 @@
 import re
 
 from tfgpu.cluster import Cluster
+from tfgpu.errors import silent_task
 from tfgpu.rendezvous.members import members
 
-_TASK = r"/job:(\w+)/replica:0/task:(\d+)"
-# The message of the coordination service 10 s after a task's last heartbeat, and gRPC's on a broken connection.
-_SAID = re.compile(rf"stopped sending heartbeats\):\n{_TASK}|remote target {_TASK}")
-# The service runs in the first task; the others fail to reach it when that task is gone.
-_FIRST = "/tensorflow.CoordinationService/Heartbeat"
+_TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
+_BROKEN = re.compile(rf"remote target {_TASK.pattern}")  # gRPC's message on a broken connection
 
 
 def note(error: Exception, cluster: Cluster) -> None:
@@ -22,13 +20,13 @@ def note(error: Exception, cluster: Cluster) -> None:
     if not type(error).__module__.startswith("tensorflow."):
         return
     text = str(error)
-    said = _SAID.search(text)
-    if said and said[1] is None and type(error).__name__ != "UnavailableError" and "grpc_status:14" not in text:
+    silent, broken = silent_task(text), _BROKEN.search(text)
+    if silent is None and broken and type(error).__name__ != "UnavailableError" and "grpc_status:14" not in text:
         return  # a living peer has answered with an error
-    if said:
-        job, index = (part for part in said.groups() if part is not None)
+    if silent or (silent is None and broken):
+        job, index = (_TASK.fullmatch(silent) if silent else broken).groups()
         rank = int(index) + (job == "worker" and cluster.has_chief)
-    elif _FIRST in text:
+    elif silent == "":
         job, rank = "worker", 0
     else:
         return

@@ -24,7 +24,7 @@ from tfgpu.core import replication
 from tfgpu.core.workers import sentences, user_line
 from tfgpu.core.workers.batch_count import BatchCount
 from tfgpu.core.workers.sentences import Event
-from tfgpu.errors import MachineError
+from tfgpu.errors import MachineError, silent_task
 
 SLICE_S = 1.0
 """Seconds of one wait: Ctrl-C is heard in between."""
@@ -290,6 +290,12 @@ class Ledger:
             if rank != self.rank and not coordination.answers(self.tasks[rank]):
                 return self.gone(rank)
         return None
+
+    def silent(self, error: tf.errors.OpError) -> MachineError | None:
+        """The error for a worker that was silent for so long that TensorFlow gave it up; None if `error` names none."""
+        task = silent_task(error.message)
+        rank = 0 if task == "" else self.tasks.index(task) if task in self.tasks else self.rank
+        return None if rank == self.rank else self.gone(rank)
 
     def gone(self, rank: int) -> MachineError:
         """The error for a worker that does not answer."""

@@ -35,13 +35,19 @@ class Messages:
         """A worker's name, with its address."""
         return self._ledger.names[rank]
 
-    def put(self, key: str, text: str) -> None:
-        """Leaves a text of any length."""
+    def put(self, key: str, text: str, seconds: float = coordination.LONGEST_S) -> None:
+        """Leaves a text of any length.
+
+        Raises:
+            MachineError: the first worker, whose process holds the texts, does not answer, or not within `seconds`.
+        """
+        if not self._ledger.is_open:
+            raise self._unreachable("TensorFlow's coordination service has ended")
         pieces = [text[at : at + _LONGEST] for at in range(0, len(text), _LONGEST)]
         try:
             for at, piece in enumerate(pieces):
-                coordination.put(f"{self._scope}/{key}/{at}", piece)
-            coordination.put(f"{self._scope}/{key}/count", str(len(pieces)))
+                coordination.put(f"{self._scope}/{key}/{at}", piece, seconds)
+            coordination.put(f"{self._scope}/{key}/count", str(len(pieces)), seconds)
         except coordination.Unreachable as error:
             raise self._unreachable(error) from error
 
@@ -82,5 +88,5 @@ class Messages:
             raise self._unreachable(error) from error
         return text
 
-    def _unreachable(self, error: Exception) -> MachineError:
+    def _unreachable(self, error: object) -> MachineError:
         return MachineError(f"{self.name(0)} no longer answers ({error}). Start all workers again.")

@@ -120,8 +120,8 @@ class _End:
         if not mine.is_open:
             return
         try:
-            coordination.put(f"end/{mine.rank}", text)
-            coordination.put("ended", json.dumps({"rank": mine.rank, "event": text}))
+            coordination.put(f"end/{mine.rank}", text, LEAVE_S)
+            coordination.put("ended", json.dumps({"rank": mine.rank, "event": text}), LEAVE_S)
             until = time.monotonic() + LEAVE_S
             for rank in range(1, len(mine.names)) if mine.rank == 0 else ():
                 while time.monotonic() < until:
@@ -155,6 +155,10 @@ def explained(error: tf.errors.OpError, model: object) -> Exception | None:
         return None
     if mine.failure is not None:
         return mine.failure
+    if mine.ended is None and (gone := mine.silent(error)) is not None:
+        # All others get the same error from TensorFlow, and its service may not answer any more.
+        mine.failure, mine.is_open = gone, False
+        return gone
     line = user_line.of_error(error.__traceback__) or user_line.of_thread()
     if mine.is_open:
         try:
