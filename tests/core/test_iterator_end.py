@@ -282,3 +282,17 @@ def test_a_process_ends_whose_iterator_is_left_to_the_last():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "Fatal" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_interpreter_waits_for_an_iterator_that_is_being_destroyed():
+    """A thread that comes back from C++ when the interpreter has ended calls std::terminate: the exit code is 134."""
+    script = (
+        "import time, tensorflow as tf\n"
+        "from tfgpu.core import iterator_end\n"
+        "release = iterator_end._release\n"
+        "iterator_end._release = lambda held: (time.sleep(3), release(held), print('destroyed', flush=True))\n"
+        "list(iterator_end.Data(tf.data.Dataset.range(10)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0 and done.stdout == "destroyed\n", done.stderr[-2000:]

@@ -116,9 +116,11 @@ class _Waiting:
         while True:
             watch = self._gone.get()
             try:
-                threading.Thread(target=_release, args=(watch.held,), name=NAME).start()
+                # The interpreter waits for it: a thread that comes back from C++ after its end ends the process (134).
+                threading.Thread(target=_release, args=(watch.held,), name=NAME, daemon=False).start()
             except RuntimeError:  # no more threads
-                _release(watch.held)
+                if threading.main_thread().is_alive():
+                    _release(watch.held)
             del self._watched[id(watch)], watch
 
 
