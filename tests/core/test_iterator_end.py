@@ -269,6 +269,14 @@ def test_data_ends_even_if_no_thread_can_start(ends, monkeypatch):
     assert ends.all() == [[[1, 0, False]]]
 
 
+def _ended(script):
+    """What a process printed that ended well."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "Fatal" not in done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_a_process_ends_whose_iterator_is_left_to_the_last():
     script = (
@@ -279,9 +287,7 @@ def test_a_process_ends_whose_iterator_is_left_to_the_last():
         "[next(left) for _ in range(1000)]\n"
         "print('done', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
-    assert "Traceback" not in done.stderr and "Fatal" not in done.stderr
+    assert _ended(script) == "done\n"
 
 
 @pytest.mark.slow
@@ -294,5 +300,4 @@ def test_the_interpreter_waits_for_an_iterator_that_is_being_destroyed():
         "iterator_end._release = lambda held: (time.sleep(3), release(held), print('destroyed', flush=True))\n"
         "list(iterator_end.Data(tf.data.Dataset.range(10)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0 and done.stdout == "destroyed\n", done.stderr[-2000:]
+    assert _ended(script) == "destroyed\n"

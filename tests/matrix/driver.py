@@ -70,9 +70,7 @@ class Place:
     def build(self, case):
         with self.strategy.scope():
             model = self.model(case)
-            # Keras would choose XLA for one GPU and not for several, whose random numbers then differ.
-            options = {"jit_compile": False, **case.compile} if KIND == "GPU" else case.compile
-            model.compile(optimizer=case.optimizer(), loss=case.loss(), metrics=case.metrics(), **options)
+            model.compile(optimizer=case.optimizer(), loss=case.loss(), metrics=case.metrics(), **case.compile)
         return model
 
     def feed(self, case, targets=True):

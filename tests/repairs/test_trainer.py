@@ -1,6 +1,5 @@
 """Keras's rule for XLA under strategies; `tests/core` has what compiles and trains."""
 
-import gpu_way
 import keras
 import pytest
 import tensorflow as tf
@@ -37,17 +36,6 @@ def test_one_device_follows_the_rule_for_one_gpu(one_gpu, make):
 
 def test_several_devices_have_no_xla(one_gpu):
     assert not uses_xla(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
-
-
-@pytest.mark.parametrize(("rate", "jit", "is_named"), [(0.5, "auto", True), (None, "auto", False), (0.5, False, False)])
-def test_several_gpus_name_the_draws_that_differ_from_one_gpu_s(one_gpu, caplog, rate, jit, is_named):
-    with gpu_way.gpu_way(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        layers = [keras.layers.Dropout(rate)] if rate else []
-        model = keras.Sequential([keras.Input((1,)), *layers, keras.layers.Dense(1)])
-        with caplog.at_level("WARNING"):
-            model.compile("sgd", "mse", jit_compile=jit)
-    assert not model.jit_compile
-    assert ("XLA draws other random numbers" in caplog.text) == is_named
 
 
 def test_without_a_gpu_the_rule_is_no_xla():

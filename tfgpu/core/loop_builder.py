@@ -26,7 +26,7 @@ from tfgpu.core import (
 )
 from tfgpu.core.feed import read_ahead, sharded_dataset, shards_ahead
 from tfgpu.core.metric_logs import LogReader
-from tfgpu.core.randomness import trace_choices
+from tfgpu.core.randomness import row_draws, trace_choices
 from tfgpu.core.row_mixing import whole_batch
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.workers.batch_count import BatchCount
@@ -213,7 +213,8 @@ class LoopBuilder:
     def run_on_one_device(self, data, jit: bool, is_wrapped: bool = False) -> list[tf.Tensor]:
         """One step without other replicas."""
         step = self.xla_step() if jit else self._step
-        with trace_choices.shared(self._choices), self._log_reader.recording() as results:
+        context = step_context.scope(draws_as_xla=not jit and row_draws.are_as_xla(self._model))
+        with context, trace_choices.shared(self._choices), self._log_reader.recording() as results:
             logs = self.step_wrapper.run(step, data) if is_wrapped else step(data)
             logs = tree.map_structure(tf.convert_to_tensor, logs)
         return self._log_reader.other_values(logs, results, lambda leaf: leaf)
@@ -235,7 +236,7 @@ class LoopBuilder:
             self._meter.tracing(kind.local_updates),
             self.python.on_replica(),
             replica_attributes.of_model(self._model),
-            step_context.scope(step=facts, batch_rows=self.batch_rows),
+            step_context.scope(step=facts, batch_rows=self.batch_rows, draws_as_xla=row_draws.are_as_xla(self._model)),
             step_context.xla_scope(facts),
             trace_choices.shared(self._choices),
             self._log_reader.recording() as results,

@@ -109,6 +109,7 @@ class StepContext:
         draws_alike: random draws are the same on all replicas.
         draws_follow_input: random draws have the shape of a layer's input.
         draw_shard: the part of a draw that this device computes.
+        draws_as_xla: XLA compiles the step on one device, so random numbers are those that it makes.
         batch_rows: of a full batch, where the data says it.
         losses_are_plain: a metric computes a loss of Keras's, which is then one of this replica's rows alone.
         is_trying: a piece of code is tested on random rows; replicas must not communicate.
@@ -133,6 +134,7 @@ class StepContext:
     draws_alike: bool = False
     draws_follow_input: bool = False
     draw_shard: "DrawShard | None" = None
+    draws_as_xla: bool = False
     batch_rows: int | None = None
     losses_are_plain: bool = False
     is_trying: bool = False
@@ -317,3 +319,10 @@ def is_in_xla() -> bool:
     """Whether XLA compiles what is traced now: in a step that asks for it, or in `tf.function(jit_compile=True)`."""
     facts = step()
     return (facts is not None and facts.jit) or private.is_compiled_by_xla(tf.compat.v1.get_default_graph())
+
+
+def draws_as_xla() -> bool:
+    """Whether random numbers are those that XLA makes: it compiles what is traced now, or would on one device."""
+    if tf.executing_eagerly():
+        return False
+    return current().draws_as_xla or is_in_xla()

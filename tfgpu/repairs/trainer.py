@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute, layers, training
+from tfgpu.compat import distribute, layers, slots, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
@@ -43,8 +43,8 @@ def compile_in_scope() -> None:
         with _scope_of(self):
             stock(self, *args, **kwargs)
         takeover.take_over(self, own, keras.tree.flatten((args, kwargs)))
-        if inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile", "auto") == "auto":
-            _name_other_draws(self)
+        is_auto = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile", "auto") == "auto"
+        slots.of(self).one_device_compiles = is_auto and training.one_device_compiles(self)
         run = step_blocks.current()
         if run is not None and run.model is self and run.kind == "train":  # by a callback; stock `fit` then calls None
             self.make_train_function()
@@ -63,24 +63,6 @@ def compile_one_device_by_xla() -> None:
             return False
         with training.without_strategy(self):
             return stock(self)
-
-
-def _name_other_draws(model: keras.Model) -> None:
-    """Warns where XLA would compile a model on one GPU and does not on several: its random numbers then differ."""
-    strategy = training.strategy_of(model)
-    if not replication.is_replicated(strategy) or replication.is_on_host(strategy):
-        return
-    if strategy.num_replicas_in_sync == 1 or model.jit_compile or model.run_eagerly:
-        return
-    draws = any(variable.path.endswith("seed_generator_state") for variable in model.variables)
-    if not (draws and training.one_device_compiles(model)):
-        return
-    _log.warning(
-        "jit_compile='auto': Keras compiles %r by XLA on one GPU, but not under a strategy of several. XLA draws other "
-        "random numbers from the same seed, so dropout and the like will differ from one GPU's. For equal results "
-        "compile with jit_compile=True, or with jit_compile=False on one GPU too.",
-        model.name,
-    )
 
 
 def run_in_blocks_together() -> None:

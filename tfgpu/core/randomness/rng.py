@@ -18,6 +18,8 @@ the static number of rows is taken for it.
 Draws that initialize variables are always the same on all replicas. In a hand-written `strategy.run` the rows are
 those of the first tensor among its distributed arguments; without such arguments, Keras draws as usual.
 
+Where XLA compiles the step of one device, the numbers are those that XLA makes (`xla_numbers`).
+
 Not repaired: under XLA, TensorFlow's kernels may fold a draw with a constant seed and a static shape into a constant.
 """
 
@@ -33,8 +35,8 @@ from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.distribute import PerReplica
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, batch_sharding, extensions, replica_attributes, replication, step_context
-from tfgpu.core.randomness import row_draws, trace_choices
-from tfgpu.core.randomness.row_draws import DrawShard
+from tfgpu.core.randomness import row_draws, trace_choices, xla_numbers
+from tfgpu.core.randomness.row_draws import DrawShard, RowDraw
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
 from tfgpu.core.row_mixing import row_sums, step_recorder
 from tfgpu.errors import InputError
@@ -125,11 +127,27 @@ def _run_within(strategy: tf.distribute.Strategy, function: Callable) -> Callabl
     return kept[function]
 
 
-def _uniform(rows: row_draws.RowDraw, minval, maxval, dtype, seed: tf.Tensor) -> tf.Tensor:
-    minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
+def _here(rows: RowDraw | None, shape) -> RowDraw | None:
+    """The rows to draw; None if the draw is left to Keras, which knows nothing of XLA on one device."""
+    return row_draws.of_all(shape) if rows is None and _are_other() else rows
+
+
+def _are_other() -> bool:
+    """Whether one device draws other numbers than Keras's functions would draw here: XLA compiles its step."""
+    return step_context.current().draws_as_xla and not tf.executing_eagerly()
+
+
+def _unit(rows: RowDraw, dtype: str, seed: tf.Tensor) -> tf.Tensor:
+    """Numbers from 0 to 1."""
+    if step_context.draws_as_xla():
+        return row_draws.draw(lambda alg, **how: xla_numbers.uniform(dtype=dtype, **how), rows, seed, dtype)
     operation = tf.raw_ops.StatelessRandomUniformV2
-    numbers = row_draws.draw(lambda **how: operation(dtype=dtype, **how), rows, seed, dtype)
-    return numbers * (maxval - minval) + minval
+    return row_draws.draw(lambda **how: operation(dtype=dtype, **how), rows, seed, dtype)
+
+
+def _uniform(rows: RowDraw, minval, maxval, dtype: str, seed: tf.Tensor) -> tf.Tensor:
+    minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
+    return _unit(rows, dtype, seed) * (maxval - minval) + minval
 
 
 def _wrap_counted() -> None:
@@ -137,22 +155,22 @@ def _wrap_counted() -> None:
 
     @wrap("random.uniform")
     def uniform(stock, shape, minval=0.0, maxval=1.0, dtype=None, seed=None):
-        rows = row_draws.of_shape(shape)
+        rows = _here(row_draws.of_shape(shape), shape)
         if rows is None:
             return stock(shape, minval, maxval, dtype, seed)
         return _uniform(rows, minval, maxval, _name(dtype), private.draw_seed(seed))
 
     @wrap("random.normal")
     def normal(stock, shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
-        rows = row_draws.of_shape(shape)
+        rows = _here(row_draws.of_shape(shape), shape)
         if rows is None:
             return stock(shape, mean, stddev, dtype, seed)
-        dtype = _name(dtype)
-        if step_context.is_in_xla():
-            numbers = row_draws.take(lambda whole: stock(whole, 0.0, 1.0, dtype, seed), rows)
+        dtype, seed = _name(dtype), private.draw_seed(seed)
+        if step_context.draws_as_xla():
+            numbers = row_draws.take(lambda whole: xla_numbers.normal(whole, seed, dtype), rows)
         else:
             operation = tf.raw_ops.StatelessRandomNormalV2
-            numbers = row_draws.draw(lambda **how: operation(dtype=dtype, **how), rows, private.draw_seed(seed), dtype)
+            numbers = row_draws.draw(lambda **how: operation(dtype=dtype, **how), rows, seed, dtype)
         return numbers * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
 
     @wrap("random.randint")
@@ -171,14 +189,16 @@ def _wrap_dropout() -> None:
     @wrap("random.dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
         shard = step_context.current().draw_shard
-        if rate in (0.0, 1.0) or (row_draws.held_rows() is None and shard is None):
+        if rate in (0.0, 1.0) or (row_draws.held_rows() is None and shard is None and not _are_other()):
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
         shape = private.noise_shape(inputs, noise_shape)
-        rows = row_draws.of_input(inputs, shape)
+        rows = _here(row_draws.of_input(inputs, shape), shape)
         if rows is None and shard is None:
             return stock(inputs, rate, noise_shape, seed)
         rows, seed = rows or row_draws.of_all(shape), private.draw_seed(seed)
+        if step_context.draws_as_xla() and not tf.is_tensor(rate) and 0 < rate < 1 and inputs.dtype.is_floating:
+            return _masked(inputs, rate, rows, shard, seed)
 
         def sampler(shape, dtype):
             if shard is None:
@@ -188,15 +208,31 @@ def _wrap_dropout() -> None:
         return tf.nn.experimental.general_dropout(inputs, rate=rate, noise_shape=rows.shape, uniform_sampler=sampler)
 
 
+def _masked(inputs: tf.Tensor, rate: float, rows: RowDraw, shard: DrawShard | None, seed: tf.Tensor) -> tf.Tensor:
+    """Dropout by the numbers that XLA makes."""
+    dtype, drawn = inputs.dtype, rows if shard is None else shard.unsplit(rows)
+    kept = row_draws.draw(
+        lambda alg, **how: xla_numbers.is_uniform_at_least(rate, dtype=dtype, **how), drawn, seed, dtype
+    )
+    kept = kept if shard is None else shard.take(kept, rows.static)
+    found = tf.where(kept, inputs * tf.constant(1 / (1 - rate), dtype), tf.constant(0, dtype))
+    return tf.ensure_shape(found, inputs.shape)
+
+
 def _wrap_taken() -> None:
     """Wraps distributions of which every replica draws the global batch's numbers."""
 
     @wrap("random.truncated_normal")
     def truncated_normal(stock, shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
-        rows = row_draws.of_shape(shape)
+        rows = _here(row_draws.of_shape(shape), shape)
         if rows is None:
             return stock(shape, mean, stddev, dtype, seed)
-        numbers = row_draws.take(lambda whole: stock(whole, 0.0, 1.0, dtype, seed), rows)
+        if step_context.draws_as_xla():
+            dtype = _name(dtype)
+            numbers = _unit(rows, xla_numbers.computed_dtype(dtype), private.draw_seed(seed))
+            numbers = xla_numbers.truncated_normal(numbers, dtype)
+        else:
+            numbers = row_draws.take(lambda whole: stock(whole, 0.0, 1.0, dtype, seed), rows)
         return numbers * tf.convert_to_tensor(stddev, numbers.dtype) + tf.convert_to_tensor(mean, numbers.dtype)
 
     @wrap("random.gamma")
@@ -225,10 +261,20 @@ def _wrap_taken() -> None:
     @wrap("random.categorical")
     def categorical(stock, logits, num_samples, dtype="int64", seed=None):
         logits = tf.convert_to_tensor(logits)
-        rows = row_draws.of_input(logits, tf.shape(logits))
+        rows = _here(row_draws.of_input(logits, tf.shape(logits)), tf.shape(logits))
         if rows is None:
             return stock(logits, num_samples, dtype, seed)
+        if step_context.draws_as_xla():
+            each = RowDraw(*_with_samples(rows, num_samples), rows.start, rows.local, rows.total)
+            numbers = _unit(each, xla_numbers.computed_dtype(logits.dtype), private.draw_seed(seed))
+            return tf.cast(xla_numbers.categorical(numbers, logits), dtype)
         return row_draws.take(lambda whole: stock(row_draws.pad_rows(logits, rows), num_samples, dtype, seed), rows)
+
+
+def _with_samples(rows: RowDraw, count: int) -> tuple[tf.Tensor, tf.TensorShape]:
+    """The shape of a draw for each sample from logits, and its static part."""
+    shape = tf.concat([rows.shape[:1], [count], rows.shape[1:]], 0)
+    return shape, rows.static[:1].concatenate([count]).concatenate(rows.static[1:])
 
 
 def _wrap_shuffle() -> None:
@@ -236,15 +282,22 @@ def _wrap_shuffle() -> None:
     def shuffle(stock, x, axis=0, seed=None):
         x = tf.convert_to_tensor(x)
         rows = row_draws.of_shape(tf.shape(x)) if axis in (0, -x.shape.rank) else None
-        if rows is None:
+        if rows is None and not _are_other():
             return stock(x, axis, seed)
+        if rows is None:
+            return tf.gather(x, _order(tf.shape(x)[axis], seed), axis=axis)
         if step_recorder.is_by_hand() and _are_numbers_of_rows(x):
             raise ValueError("it shuffles the numbers of a batch's rows, which count from 0 on each replica")
         if step_context.current().is_trying and step_context.step() is None and _may_be_numbers_of_rows(x):
             return stock(x, axis, seed)  # so that the trial finds that the step needs all of the batch's numbers
-        # A row may go to any replica, so all rows are gathered. The order is drawn for indices, which are integers.
-        order = stock(tf.range(rows.total), 0, seed)
+        # A row may go to any replica, so all rows are gathered.
+        order = _order(rows.total, seed)
         return tf.ensure_shape(row_sums.own_rows(tf.gather(row_sums.all_rows(x), order), x), x.shape)
+
+
+def _order(count: tf.Tensor, seed: object) -> tf.Tensor:
+    """The indices of a shuffle, as Keras draws them."""
+    return tf.argsort(_unit(row_draws.of_all([count]), "float32", private.draw_seed(seed)))
 
 
 def _may_be_numbers_of_rows(x: tf.Tensor) -> bool:

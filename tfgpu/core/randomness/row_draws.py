@@ -3,9 +3,10 @@
 Philox is counter-based. With the key and counter of a seed, group g of a draw comes from counter + g alone,
 whatever the shape; a group is 4 numbers, or 2 of 64 bits. So a replica whose first number is the n-th of the
 global batch starts at counter + n // 4 and drops the first n % 4. This holds for uniform and integer draws in
-every dtype, and for normal ones outside XLA (XLA pairs the numbers of a normal draw by its shape). XLA's
-floats are other numbers than those of TensorFlow's kernels, on one device too: only runs that are both
-compiled, or both not, can be equal.
+every dtype, and for normal ones outside XLA (XLA pairs the numbers of a normal draw by its shape).
+
+XLA makes other floats of the same bits than TensorFlow's kernels. A replica makes those of one device: XLA's if it
+compiles one device's step, whether or not it compiles the replica's (`xla_numbers`).
 
 The other distributions reject samples or depend on the draw's size: the global batch is drawn and the replica's rows
 are taken. That is always correct, and every replica pays for the global batch's numbers.
@@ -14,10 +15,12 @@ are taken. That is always correct, and every replica pays for the global batch's
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat.tensorflow import is_compiled_by_xla, tensor_util
+from tfgpu.compat import slots
+from tfgpu.compat.tensorflow import tensor_util
 from tfgpu.core import batch_rows, step_context
 from tfgpu.core.randomness.tensor_origin import DATA, WEIGHTS, origin_of
 
@@ -69,6 +72,16 @@ class DrawShard:
         return tf.ensure_shape(tf.split(drawn, self.count, self.axis)[self.at], static)
 
 
+def are_as_xla(model: keras.Model) -> bool:
+    """Whether a replica's random numbers are those that XLA makes, because it compiles the model's step on one device.
+
+    Args:
+        model: a compiled one.
+    """
+    is_compiled = model.jit_compile or slots.get(model, "one_device_compiles", False)
+    return bool(is_compiled) and not model.run_eagerly
+
+
 def held_rows() -> step_context.RowRange | None:
     """Which rows random draws are for: this replica's, or those that a piece of code is tried on."""
     return step_context.current().trial_rows or batch_rows.known_rows()
@@ -112,7 +125,7 @@ def of_input(inputs: tf.Tensor, shape) -> RowDraw | None:
 def of_all(shape) -> RowDraw:
     """A draw that is the same on all replicas."""
     shape, static = _as_shape(shape)
-    rows = shape[0] if static[0] is None else static[0]
+    rows = 1 if static.rank == 0 else shape[0] if static[0] is None else static[0]
     return RowDraw(shape, static, 0, rows, rows)
 
 
@@ -125,8 +138,6 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
         seed: int32 of shape [2].
         dtype: dtype of the numbers, which determines the group size.
     """
-    if _is_outside_clusters(rows):
-        return _by_xla(lambda given: draw(operation, given, seed, dtype), rows)
     group = 2 if tf.as_dtype(dtype).size == 8 else 4
     each = rows.static[1:].num_elements()
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
@@ -148,32 +159,10 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
     return out
 
 
-def _is_outside_clusters(rows: RowDraw) -> bool:
-    """Whether XLA's clusters leave a draw out: its size is known only at run time."""
-    is_compiled = is_compiled_by_xla(tf.compat.v1.get_default_graph())
-    return step_context.is_in_xla() and not is_compiled and not rows.static.is_fully_defined()
-
-
-def _by_xla(compute: Callable, rows: RowDraw) -> tf.Tensor:
-    """Draws in a function that XLA compiles for each size that comes.
-
-    TensorFlow's kernels would draw other numbers than those of one device, whose step XLA compiles as a whole.
-    """
-    with step_context.outside_xla():
-        like, whole = tf.zeros(rows.shape, tf.bool), tf.zeros([rows.total], tf.bool)
-
-    @tf.function(jit_compile=True, autograph=False)
-    def drawn(like, whole, start):  # XLA knows the sizes of arguments
-        shape = tf.shape(like)
-        return compute(RowDraw(shape, rows.static, start, shape[0], tf.shape(whole)[0]))
-
-    return drawn(like, whole, rows.start)
-
-
 def take(operation: Callable, rows: RowDraw) -> tf.Tensor:
     """Draws the global batch's numbers with `operation(shape)` and takes this replica's rows."""
-    if _is_outside_clusters(rows):
-        return _by_xla(lambda given: take(operation, given), rows)
+    if rows.static.rank == 0:
+        return operation(rows.shape)
     whole = operation(tf.concat([[rows.total], rows.shape[1:]], 0))
     begin = tf.concat([[rows.start], tf.zeros_like(tf.shape(whole)[1:])], 0)
     out = tf.slice(whole, begin, tf.concat([[rows.local], tf.shape(whole)[1:]], 0))

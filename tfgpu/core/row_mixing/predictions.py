@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context, worker_rows
-from tfgpu.core.randomness import tensor_origin
+from tfgpu.core.randomness import row_draws, tensor_origin
 from tfgpu.core.row_mixing import gathering, own_layers, step_trial, whole_batch
 from tfgpu.core.row_mixing.step_trial import Predictions
 from tfgpu.core.sparse import index_origin, lookups
@@ -45,7 +45,8 @@ def on_replica(model: keras.Model, step: Callable, data: object, tried: Predicti
     """
     rows, local, place = batch_sharding.rows_and_range(data)
     facts = batch_rows.begin_step(local, place)
-    with replica_attributes.of_model(model), step_context.scope(step=facts), own_layers.noting_plain_outputs() as plain:
+    context = step_context.scope(step=facts, draws_as_xla=row_draws.are_as_xla(model))
+    with replica_attributes.of_model(model), context, own_layers.noting_plain_outputs() as plain:
         found = whole_batch.run(step, data) if tried.need_whole_batch else step(rows)
         leaves = keras.tree.flatten(found)
         known = tried.have_rows or ()
