@@ -65,6 +65,7 @@ def test_dtypes(dtype, atol):
     check(given(9, 9, dtype=dtype), causal=True, atol=max(atol, 1e-6))
 
 
+@pytest.mark.slow
 def test_a_dynamic_length_and_a_static_one_are_alike():
     inputs = given(9, 9)
 

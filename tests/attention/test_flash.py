@@ -48,7 +48,7 @@ def trained(kind="heads", *, flash, causal=True, mask=True, dropout=0.0, replica
     return np.concatenate([each.ravel() for each in model.get_weights()])
 
 
-@pytest.mark.sample("heads-True-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["heads", "grouped"])

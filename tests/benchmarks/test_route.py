@@ -30,12 +30,14 @@ def found():
     return Route(tuple(map(tuple, json.loads(done.stdout))), ())
 
 
+@pytest.mark.slow
 def test_at_most_a_dozen_files(found):
     assert found.stack[-1] == ("core/gradients.py", "backend_update_step")
     assert {"core/step_loop.py", "core/loop_builder.py"} < set(found.files)
     assert len(found.files) <= 12, found.files
 
 
+@pytest.mark.slow
 def test_in_one_direction(found):
     visits = [file for file, _ in itertools.groupby(file for file, _ in found.stack if file not in PASSES_ON)]
     assert len(visits) == len(set(visits)), visits

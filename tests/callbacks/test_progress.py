@@ -27,6 +27,7 @@ def fit(model, screen, **settings):
     return screen.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_log_file_gets_one_line_per_epoch(model):
     lines = fit(model, console(False), epochs=10, validation_split=0.1).splitlines()
     assert len(lines) == 10

@@ -103,6 +103,7 @@ def test_a_run_that_ends_by_an_error_is_marked_so(server, error, status):
     assert server.closed == [status] and [step for step, _ in server.rows] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_continues_the_same_run(server, tmp_path):
     kept = tmp_path / "tracker.json"
     fit(1, callbacks.Track("json", remember=kept))

@@ -131,7 +131,7 @@ def trained(kind, replicas: int) -> list[np.ndarray]:
         Accumulating,
         pytest.param(InKerasVariables, marks=pytest.mark.slow),
         pytest.param(Summing, marks=pytest.mark.slow),
-        Clipping,
+        pytest.param(Clipping, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_update_in_a_condition_as_one_device(kind):

@@ -504,6 +504,7 @@ def test_rows_that_mix_only_if_they_are_small_or_alike(kind):
     check(lambda: keras.Sequential([keras.Input((5,)), layers.Dense(256), kind(), layers.Dense(1)]), replicas=(2,))
 
 
+@pytest.mark.slow
 def test_operations_between_the_layers_of_a_functional_model():
     def make():
         inputs = keras.Input((5,))

@@ -159,7 +159,8 @@ def test_a_function_that_mixes_rows_is_named_once(kind, caplog):
     assert "tfgpu.gather" in said[0] and functions(strategy) == [verdicts.NOT_AS_ONE]
 
 
-@pytest.mark.parametrize("kind", [Divided, pytest.param(Gathered, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Divided, Gathered])
 def test_nothing_is_said_of_a_function_that_is_right(kind, caplog):
     strategy = two_devices()
     with caplog.at_level(logging.WARNING, logger="tfgpu"):

@@ -56,7 +56,7 @@ def both(model, folder, monkeypatch) -> tuple[dict, dict]:
     return content(folder / "m.keras"), content(folder / "stock.keras")
 
 
-@pytest.mark.sample("0-float32", "3-bfloat16")
+@pytest.mark.sample("0-float32")
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [(0, "float32"), (3, "float32"), (2, "float32"), (0, "float16"), (0, "bfloat16"), (3, "bfloat16")],

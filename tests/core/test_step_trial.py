@@ -101,7 +101,8 @@ def verdict_of(strategy):
     return step.verdict
 
 
-@pytest.mark.parametrize("kind", [ByNumber, pytest.param(ByTape, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [ByNumber, ByTape])
 def test_a_step_by_rows_on_pieces_of_the_weights(kind, caplog):
     alone, strategy = fitted(made(kind, tfgpu.strategy("one_device", devices=TWO[:1]))), two_devices()
     with caplog.at_level(logging.WARNING, logger="tfgpu"):

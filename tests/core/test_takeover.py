@@ -155,7 +155,7 @@ def test_a_callback_compiles(hook):
     assert len(found[0][0]) == 3
 
 
-@pytest.mark.parametrize("kind", [keras.Model, Adversaries])
+@pytest.mark.parametrize("kind", [keras.Model, pytest.param(Adversaries, marks=pytest.mark.slow)])
 def test_one_device_trains_with_what_is_compiled_outside(kind):
     def trained(scope):
         strategy = tfgpu.strategy("one_device", devices=["CPU:0"])

@@ -238,6 +238,7 @@ def test_a_digest_follows_what_a_function_uses(monkeypatch):
     assert code_digest.of(Base().call) != before
 
 
+@pytest.mark.slow
 def test_a_digest_knows_weights_of_zero():
     ones, zeros = (keras.Variable(np.full(2, value, "float32")) for value in (1, 0))
     assert code_digest.of(ones) == code_digest.of(zeros)

@@ -112,6 +112,10 @@ def on_gpus(monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: found)
 
 
+def two():
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 def spread(model, axis):
     return tfgpu.parallel.apply(model, tfgpu.parallel.Mesh(**{axis: 2}, devices=["CPU:0", "CPU:1"]))
 
@@ -137,19 +141,21 @@ def trained(strategy, kind, *, rows=22, axis=None, **compiled):
     return model.predict(x, verbose=0)
 
 
-@pytest.mark.sample("draws")
+@pytest.mark.sample("layers")
 @pytest.mark.parametrize("kind", ["layers", "draws", "mixup"])
-def test_several_devices_draw_as_one_that_xla_compiles(kind, monkeypatch):
+def test_several_gpus_draw_by_keras_rule_as_one_that_xla_compiles(kind, monkeypatch):
     tfgpu.repair_keras()
     stock = trained(tf.distribute.get_strategy(), kind, jit_compile=True)
-    two = lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])  # noqa: E731
-    compiled = trained(two(), kind, jit_compile=True)
-    monkeypatch.setattr(
-        tf.config, "list_physical_devices", lambda kind=None: [tf.config.PhysicalDevice("GPU:0", "GPU")]
-    )
-    by_rule = trained(two(), kind)  # on GPUs: XLA on one, and not on several
-    assert np.abs(compiled - stock).max() < 1e-6
-    assert np.abs(by_rule - stock).max() < 1e-6
+    on_gpus(monkeypatch)  # XLA on one, and not on several
+    assert np.abs(trained(two(), kind) - stock).max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["layers", "draws", "mixup"])
+def test_several_compiled_devices_draw_as_one(kind):
+    tfgpu.repair_keras()
+    stock = trained(tf.distribute.get_strategy(), kind, jit_compile=True)
+    assert np.abs(trained(two(), kind, jit_compile=True) - stock).max() < 1e-6
     if kind == "layers":
         assert np.abs(trained(two(), kind, jit_compile=False) - stock).max() > 1e-3
 
@@ -160,19 +166,15 @@ def test_several_devices_draw_as_one_that_xla_compiles(kind, monkeypatch):
 def test_a_model_over_several_devices_draws_as_one_that_xla_compiles(axis, jit, monkeypatch):
     tfgpu.repair_keras()
     stock = trained(tf.distribute.get_strategy(), "spread", jit_compile=True)
-    monkeypatch.setattr(
-        tf.config, "list_physical_devices", lambda kind=None: [tf.config.PhysicalDevice("GPU:0", "GPU")]
-    )
+    on_gpus(monkeypatch)
     found = trained(tf.distribute.get_strategy(), "spread", axis=axis, jit_compile=jit)
     assert np.abs(found - stock).max() < 1e-6
 
 
 def test_a_model_that_runs_eagerly_has_the_kernels_numbers(monkeypatch):
     tfgpu.repair_keras()
-    monkeypatch.setattr(
-        tf.config, "list_physical_devices", lambda kind=None: [tf.config.PhysicalDevice("GPU:0", "GPU")]
-    )
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    on_gpus(monkeypatch)
+    with two().scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         assert row_draws.are_as_xla(model)

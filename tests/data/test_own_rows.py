@@ -67,7 +67,7 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
-@pytest.mark.sample("3-mixup", "3-flip")
+@pytest.mark.sample("3-mixup")
 @pytest.mark.parametrize("stage", sorted(STAGES))
 @pytest.mark.parametrize("channels", [3, 9])
 def test_each_stage_changes_some_rows_as_it_changes_the_whole_batch(stage, channels):
@@ -115,13 +115,14 @@ def test_examples_in_memory(options):
     check(data.test, [(2, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stages, batch, topologies",
     [
         ((), 28, [(3, 1), (2, 2)]),  # 29 = 28 + 1: the last batch has one row for all workers
-        pytest.param(["mixup", "noise"], 8, [(2, 1)], marks=pytest.mark.slow),
-        pytest.param(ALL, 8, TOPOLOGIES, marks=pytest.mark.slow),
-        pytest.param(ALL, 28, TOPOLOGIES, marks=pytest.mark.slow),
+        (["mixup", "noise"], 8, [(2, 1)]),
+        (ALL, 8, TOPOLOGIES),
+        (ALL, 28, TOPOLOGIES),
     ],
 )
 def test_images_that_are_decoded_on_demand(photos, stages, batch, topologies):
@@ -202,7 +203,8 @@ def test_a_worker_reads_its_share(stages, most):
     assert len(every) == 96 and (stages == ["mixup"]) == (every.total() > 96)
 
 
-@pytest.mark.parametrize("stages", [(), pytest.param(["mixup"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(), ["mixup"]])
 def test_a_corrupt_example_is_named_by_the_worker_that_reads_it(photos, stages):
     examples = open_source(str(photos), Reading(examine_bytes=0, memory_bytes=0))
     bad = sorted(photos.rglob("*.png"))[11]

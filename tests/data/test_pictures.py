@@ -72,7 +72,7 @@ def batches(part) -> list[list[np.ndarray]]:
     return [[each.numpy() for each in tf.nest.flatten(batch)] for batch in part]
 
 
-@pytest.mark.sample("masks-by-place", "named-memory")
+@pytest.mark.sample("masks-by-place")
 @pytest.mark.parametrize("memory", ["memory", "by-place"])
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_batches_are_those_of_the_arrays_to_the_bit(tmp_path, name, memory):

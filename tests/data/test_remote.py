@@ -56,6 +56,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(y, v)
 
 
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 30])
 def test_shards_of_a_web_server_give_the_batches_of_the_disk(folder, server, tmp_path, memory_bytes):
     url, facts = server

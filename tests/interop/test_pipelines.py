@@ -132,6 +132,7 @@ def test_replicas_of_their_own_shards_equal_one_device():
     np.testing.assert_allclose(histories[1:], [histories[0]] * 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_fit_reads_on_where_it_was(tmp_path):
     tfgpu.repair_keras()
 

@@ -93,6 +93,7 @@ class Running(keras.layers.Layer):
         return (x - self.mean) * self.scale + 0.01 * self.total
 
 
+@pytest.mark.slow
 def test_state_over_all_replicas_within_a_block():
     tfgpu.repair_keras()
     found = []
@@ -123,6 +124,7 @@ def test_it_saves_loads_and_exports(tmp_path):
     assert np.allclose(exported.serve(tf.constant(tokens, tf.int32)), model(tokens), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_or_without_recomputation(tmp_path):
     plain, recomputed = build(False), build(True)
     plain.fit(X, Y, batch_size=8, verbose=0, callbacks=[tfgpu.callbacks.Checkpoint(tmp_path)])

@@ -290,6 +290,7 @@ def within_a_layer():
     return keras.Model(inputs, layers.Dense(1)(Block(name="block")(inputs)))
 
 
+@pytest.mark.slow
 def test_a_layer_that_mixes_rows_within_a_spread_layer_gets_all(caplog):
     one = on_one_device(within_a_layer)
     model = apply(made(within_a_layer), Mesh(data=2))

@@ -270,6 +270,7 @@ class Recomputed(keras.layers.Layer):
         return keras.remat(lambda x: self.dense(self.norm(x, training=training)))(x)
 
 
+@pytest.mark.slow
 def test_no_weight_is_updated_before_the_second_run_has_read_it():
     """The loop that `fit` compiles on one device, where no collective parts the gradients from the updates."""
     strategy = tfgpu.strategy("one_device")

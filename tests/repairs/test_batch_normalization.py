@@ -82,6 +82,7 @@ def test_a_gradient_of_a_gradient_is_one_device_s(rows):
         np.testing.assert_allclose(here, there, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_moments_cost_two_collectives_a_layer():
     facts = _facts(tfgpu.strategy("mirrored", devices=["CPU:1", "CPU:2"]))
     assert [each.bytes for each in facts.collectives["GPU:0"]][:2] == [2 * 2 * 4 * 4] * 2  # replicas, moments, channels
@@ -105,6 +106,7 @@ def test_moments_make_no_tensor_of_weights_and_no_matrix_product():
     assert not [op.name for op in operations if op.type in weights and op.outputs[0].shape == (13, 6, 4)]
 
 
+@pytest.mark.slow
 def test_moments_of_replicas_cost_no_collective(caplog):
     strategy = tfgpu.strategy("mirrored", devices=["CPU:1", "CPU:2"], batch_norm="replica")
     assert "no longer that of one device" in caplog.text

@@ -105,10 +105,12 @@ def test_the_outputs_are_the_model_s(name, recompute, tmp_path):
         assert len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keras_lacks_leaves_the_copy_not_compiled(tmp_path):
     assert not check(*trained("mlp", LARS(0.1)), tmp_path).compiled
 
 
+@pytest.mark.slow
 def test_the_rate_within_a_loss_scale(tmp_path):
     rate = schedules.build("cosine", 0.1, total_steps=8, warmup_steps=1, accumulate=2).learning_rate
     model, x = trained("mlp", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate)))
@@ -128,6 +130,7 @@ def test_nested_models_and_models_of_keras_alone():
     assert stock_model(stock) is stock
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_written_by_slices(tmp_path, monkeypatch):
     monkeypatch.setattr(slice_writer, "_SLICE_BYTES", 64)
     with tfgpu.strategy("mirrored", devices=2).scope():

@@ -1,5 +1,6 @@
 import keras
 import numpy as np
+import pytest
 
 import tfgpu
 from tfgpu.training.perplexity import Perplexity
@@ -19,6 +20,7 @@ def test_it_is_the_exponential_of_the_mean_over_all_tokens():
     np.testing.assert_allclose(float(metric.result()), 4.0, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_replicas_and_a_file_give_what_one_device_gives(tmp_path):
     found = []
     for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):

@@ -25,6 +25,7 @@ class Corner:
         packages: what pip installs first, with versions.
         nightly: Keras's nightly build takes the place of Keras. Its distribution has another name, so that pip takes
             Keras for missing.
+        wanted: whether a run fails where this Python is missing. pyenv and Linux distributions have all others.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Corner:
     python: str
     packages: tuple[str, ...]
     nightly: bool = False
+    wanted: bool = True
 
     @property
     def folder(self) -> Path:
@@ -48,6 +50,7 @@ CORNERS = (
     Corner("newest", "next release", "3.13", ("tensorflow==2.22.*", "keras"), nightly=True),
     Corner("middle", "in between", "3.11", ("tensorflow==2.19.*", "keras==3.14.*")),
     Corner("current", "pip today", "3.13", ("tensorflow==2.21.*", "keras==3.15.*")),
+    Corner("python", "newest Python", "3.14", ("tensorflow==2.22.*", "keras"), nightly=True, wanted=False),
 )
 
 

@@ -88,6 +88,7 @@ def trained(strategy, make):
     return [*made.get_weights(), np.array([*history.values()]), np.array(evaluated), made.predict(data, 8, 0, 3)]
 
 
+@pytest.mark.sample("shuffled", "unknown length", "generator", "int32")
 @pytest.mark.parametrize("name", DATA)
 def test_training_on_batches_that_are_read_ahead_is_the_same(name, strategy, monkeypatch):
     assert isinstance(read_ahead.read_ahead(strategy, DATA[name]()), read_ahead.ReadAhead)
@@ -168,6 +169,7 @@ def test_the_wait_for_data_is_measured(strategy):
     assert waits.found[0] == waits.found[1] > 0
 
 
+@pytest.mark.slow
 def test_a_deterministic_step_reads_no_clock():
     path = os.pathsep.join([str(Path(gpu_way.__file__).parent), os.environ.get("PYTHONPATH", "")])
     command, environment = [sys.executable, "-c", DETERMINISTIC], {**os.environ, "PYTHONPATH": path}

@@ -46,6 +46,7 @@ def test_the_diagonal_of_a_softmax_regression_by_hand(activation):
     )
 
 
+@pytest.mark.slow
 def test_the_penalty_of_several_tasks_is_the_sum_of_theirs():
     model, x = linear([[0.0, 0.0]]), np.array([[1.0], [2.0]], "float32")
     elastic = incremental.ElasticWeights(3.0)

@@ -142,6 +142,7 @@ def test_a_damaged_start_falls_back_to_the_previous_one(tmp_path, caplog):
     assert same(whole, again) and known.done == 3 and replay.seen == 24
 
 
+@pytest.mark.slow
 def test_keeps_the_newest_alone(tmp_path):
     train(tmp_path / "run", model_of(), keep=1)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["begun"]
