@@ -27,9 +27,9 @@ $(STAMP): setup.cfg pyproject.toml
 train: $(STAMP)  ## Train the default model (more: .venv/bin/tfgpu train --help)
 	$(BIN)/tfgpu train $(ARGS)
 
-# Three processes keep two cores busy while some tests wait.
-test: $(STAMP)  ## Run the fast tests in three processes
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
+# Four processes keep two cores busy while some tests wait, and share what TensorFlow keeps in memory.
+test: $(STAMP)  ## Run the fast tests in four processes
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal $(ARGS)
 
 test-all: $(STAMP)  ## Run the slow tests too (hours)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" $(ARGS)

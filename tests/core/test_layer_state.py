@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfgpu
 
@@ -52,3 +53,72 @@ def test_replicas_agree_on_what_is_made_of_variables_that_differ(kind, expected,
     model.fit(X, X, batch_size=4, shuffle=False, verbose=0)
     copies = [float(copy) for copy in strategy.experimental_local_results(layer.copy.value)]
     assert copies == pytest.approx([expected] * 2, abs=1e-6)
+
+
+def _cond(when, then):
+    tf.cond(when, then, lambda: tf.constant(0.0))
+
+
+def _keras_cond(when, then):
+    keras.ops.cond(when, then, lambda: tf.constant(0.0))
+
+
+def _switch(when, then):
+    keras.ops.switch(tf.cast(when, tf.int32), [lambda: tf.constant(0.0), then])
+
+
+def _while(when, then):
+    tf.while_loop(lambda i: i < tf.cast(when, tf.int32), lambda i: (then(), i + 1)[1:], (tf.constant(0),))
+
+
+INSIDE = [_keras_cond, _cond, _switch, _while]
+
+
+class FromInside(keras.layers.Layer):
+    """Assigns a mean of its rows within a graph in which replicas cannot meet, and reads it after."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def build(self, shape):
+        self.mean, self.copy, self.on = (
+            self.add_weight(shape=(), initializer=value, trainable=False) for value in ("zeros", "zeros", "ones")
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.note(x)
+        return x
+
+    def note(self, x):
+        self.inside(self.on > 0.5, lambda: self.mean.assign(keras.ops.mean(x)))
+        self.copy.assign(0.5 * self.copy + self.mean)
+
+
+class StepFromInside(keras.Model):
+    def train_step(self, data):
+        self.kept.note(data[0])
+        return super().train_step(data)
+
+
+def kept_by_two_steps(strategy, inside, *, is_layer):
+    with strategy.scope():
+        given, layer = keras.Input((1,)), FromInside(inside)
+        layer.build((1,))
+        outputs = keras.layers.Dense(1)(layer(given) if is_layer else given)
+        model = (keras.Model if is_layer else StepFromInside)(given, outputs)
+        model.kept = layer
+        model.compile("sgd", "mse")
+    model.fit(X, X, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    results = strategy.experimental_local_results
+    return [float(copy) for each in (layer.mean, layer.copy) for copy in results(each.value)]
+
+
+@pytest.mark.sample("_keras_cond-True")
+@pytest.mark.parametrize("is_layer", [True, False])
+@pytest.mark.parametrize("inside", INSIDE, ids=lambda inside: inside.__name__)
+def test_what_is_assigned_within_a_graph_in_a_step_is_of_all_rows(inside, is_layer):
+    one = kept_by_two_steps(tf.distribute.get_strategy(), inside, is_layer=is_layer)
+    two = kept_by_two_steps(tfgpu.strategy(devices=["CPU:0", "CPU:1"]), inside, is_layer=is_layer)
+    assert two == pytest.approx(np.repeat(one, 2).tolist(), abs=1e-6)

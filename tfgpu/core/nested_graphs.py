@@ -47,6 +47,9 @@ def communicate_in_conditions() -> None:
         if (met := _met.get()) is not None and tf.executing_eagerly():
             met.append(true_fn)
             pred = tf.logical_not(pred) if _takes_other.get() else pred
+        if step_context.current().is_trying and tf.executing_eagerly():
+            with layer_state.inside_a_graph():
+                return stock(pred, true_fn, false_fn, *args, **kwargs)
         sent = step_context.current().sent
         before = {} if sent is None else dict(vars(sent))
         try:
@@ -61,6 +64,25 @@ def communicate_in_conditions() -> None:
         branches = _Branch(true_fn), _Branch(false_fn)
         found = replica_context().merge_call(_together, args=(_agreed(pred), step_context.current(), *branches))
         return branches[0].packed(found)
+
+    @wrap("keras.ops.cond")
+    def keras_cond(stock, pred, true_fn, false_fn):
+        """Without a graph, Keras's takes a branch without a `tf.cond`: a trial would not know of it."""
+        is_tried = step_context.current().is_trying and tf.executing_eagerly() and tf.is_tensor(pred)
+        return tf.cond(pred, true_fn, false_fn) if is_tried else stock(pred, true_fn, false_fn)
+
+    for name in ("map_fn", "switch_case", "while_loop"):
+        _note_inside(f"tf.{name}")
+
+
+def _note_inside(target: str) -> None:
+    """Has a trial know what is assigned within a function that makes a graph of its own in a step."""
+
+    @wrap(target)
+    def run(stock, *args, **kwargs):
+        is_tried = step_context.current().is_trying and tf.executing_eagerly()
+        with layer_state.inside_a_graph() if is_tried else contextlib.nullcontext():
+            return stock(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfgpu.core.row_mixing.isolation import TrialShard
 from tfgpu.core.row_mixing.step_recorder import ROWS
+from tfgpu.core.state import layer_state
 
 CLOSE = 2e-5
 """By how much of the largest number two may differ that are as good as equal."""
@@ -22,12 +23,16 @@ def close_for(dtypes: Iterable[str | None]) -> float:
     return max((_CLOSE_IN_16_BITS.get(dtype, CLOSE) for dtype in dtypes), default=CLOSE)
 
 
-def agrees(variable, start, whole, parts: list, shares: list[float], *, added: bool, close: float) -> bool:
+def agrees(
+    variable, start, whole, parts: list, shares: list[float], *, noted: layer_state.Noted, close: float
+) -> bool:
     """Whether the rule for a layer's state (`layer_state`) makes of the parts what one device has."""
     if whole.dtype.kind not in "fiub":
         return True
+    if id(variable) in noted.inside:
+        return all(is_close(whole, each, close) for each in parts)
     if variable.aggregation == "sum":
-        is_sum = added or variable.synchronization == "on_read"
+        is_sum = id(variable) in noted.added or variable.synchronization == "on_read"
         total = start + sum(each - start for each in parts) if is_sum else sum(parts)
         return is_close(whole, total, close, *parts)
     if all(is_close(whole, each, close) for each in parts):

@@ -136,9 +136,9 @@ class Sandbox:
         """Surrounds one run, of which `found` is told what it would assign."""
         scope = Apart(self._kept.variables, is_later=self.is_later)
         try:
-            with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_sums() as added:
+            with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_assignments() as noted:
                 yield scope
-            found.assigned, found.has_made = scope.assigned(added), bool(scope.made_variables())
+            found.assigned, found.has_made = scope.assigned(noted), bool(scope.made_variables())
             found.changes = self._kept.changes()
             found.generators = self._kept.draws(found.changes)
             found.counts = self._kept.counts(found.changes)

@@ -57,7 +57,7 @@ class Outcome:
         values: outputs, and tensors that it has left in attributes.
         losses: that it has added.
         state: Keras variables that it has assigned, with their values, by `id`.
-        added: those by `assign_add` or `assign_sub` alone.
+        noted: how they were assigned.
         plain: values of TensorFlow's own variables.
         of_inputs: gradients with respect to the inputs.
         of_weights: gradients with respect to the weights.
@@ -68,7 +68,7 @@ class Outcome:
     values: list[np.ndarray]
     losses: list[np.ndarray]
     state: dict[int, np.ndarray]
-    added: set[int]
+    noted: layer_state.Noted
     plain: list[np.ndarray]
     of_inputs: list[np.ndarray | None] = field(default_factory=list)
     of_weights: list[np.ndarray | None] = field(default_factory=list)
@@ -254,7 +254,7 @@ class LayerTrial:
             isolation.kept_draws(next(self._runs)),
             shard.held(),
             recorder.set_to(self._recorder),
-            layer_state.noting_sums() as added,
+            layer_state.noting_assignments() as noted,
         ):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(floats)
@@ -275,7 +275,7 @@ class LayerTrial:
             [comparison.array(each) for each in tensors],
             [comparison.array(each) for each in scope.losses],
             {key: comparison.array(value) for key, value in state.items()},
-            set(added),
+            noted,
             [comparison.array(variables.local_value(each)) for each in self._captured.variables],
             gradients[:count],
             gradients[count:],
@@ -332,9 +332,7 @@ class LayerTrial:
             variable, value = known[key]
             start = comparison.array(value)
             one, several = whole.state.get(key, start), [part.state.get(key, start) for part in parts]
-            if not comparison.agrees(
-                variable, start, one, several, shares, added=key in whole.added, close=self._close
-            ):
+            if not comparison.agrees(variable, start, one, several, shares, noted=whole.noted, close=self._close):
                 return f"what it keeps in {variable.name!r} is not a mean over rows"
         for one, *several in zip(whole.plain, *(part.plain for part in parts), strict=True):
             if not all(comparison.is_close(one, each, self._close) for each in several):

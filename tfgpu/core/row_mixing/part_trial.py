@@ -251,6 +251,8 @@ class Trial:
 
     def _ways_of(self, variable: Assigned, found: list, parts: list[Recorder]) -> dict[str, np.ndarray]:
         """What replicas may make of their values of a variable, by name."""
+        if variable.is_inside:
+            return {"same": found[0]}
         return _ways_together(variable, found, self._shares(parts, is_plain=variable.is_plain))
 
     def _are_outputs(self, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> bool:

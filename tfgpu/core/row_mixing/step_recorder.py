@@ -1,7 +1,7 @@
 """Records what a step of the user's own does on random rows; nothing that it does stays."""
 
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from tfgpu.compat import variables
 from tfgpu.compat.keras import StatelessScope, get_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
+from tfgpu.core.state import layer_state
 from tfgpu.core.step_context import RowRange
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Assigned:
         is_plain: it is one of TensorFlow's own.
         is_own: each replica keeps its value (`synchronization="on_read"`).
         is_added: something was added to it, in place of a value assigned.
+        is_inside: it was assigned in a condition or a loop, where replicas cannot put their values together.
     """
 
     path: str
@@ -49,6 +51,7 @@ class Assigned:
     is_plain: bool = False
     is_own: bool = False
     is_added: bool = False
+    is_inside: bool = False
 
 
 @dataclass
@@ -345,18 +348,15 @@ class Apart(StatelessScope):
         of_keras = {id(variables.held(each)) for each in self.made}
         return [*self.made, *(each for each, _ in self._made_plain if id(each) not in of_keras)]
 
-    def assigned(self, added: Container[int] = ()) -> dict[object, Assigned]:
-        """Variables by `id`, or by the number of one that the step has made, with the values that they would have.
-
-        Args:
-            added: the `id`s of Keras variables to which something was added.
-        """
+    def assigned(self, noted: layer_state.Noted) -> dict[object, Assigned]:
+        """Variables by `id`, or by the number of one that the step has made, with the values that they would have."""
         keys = {id(each): ("made", number) for number, each in enumerate(self.made_variables())}
         found = {}
         for key, each in self._variables.items():
             owner = ("made", each.path.rpartition("/")[0]) if key in keys else None
             before, after = self._begun.get(key, variables.held(each)), self.get_current_value(each)
-            how = {"owner": owner, "is_own": each.synchronization == "on_read", "is_added": key in added}
+            how = {"is_added": key in noted.added, "is_inside": key in noted.inside}
+            how |= {"owner": owner, "is_own": each.synchronization == "on_read"}
             found[keys.get(key, key)] = Assigned(each.path, each.aggregation, _array(before), _array(after), **how)
         of_keras = {id(variables.held(each)) for each in self.made}
         for each, value in [*self._plain, *(pair for pair in self._made_plain if id(pair[0]) not in of_keras)]:

@@ -325,7 +325,7 @@ class _StepTrial(Trial):
         ways = super()._ways_of(variable, found, parts)
         if variable.is_plain:  # no replica hears of another's value, which the next step may use in any way
             ways.pop("average", None)
-        elif variable.aggregation == "sum" and not variable.is_own:  # the rule of `layer_state`
+        elif variable.aggregation == "sum" and not (variable.is_own or variable.is_inside):  # the rule of `layer_state`
             ways = {"sum": ways["sum"] if variable.is_added else sum(found)}
         return ways
 

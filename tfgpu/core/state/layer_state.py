@@ -17,13 +17,13 @@ and `assign_sub` of a `keras.Variable`:
 
 A value made only of constants and of variables that all replicas agree on (`steps.assign_add(1)`, a decay, a moving
 copy of weights) is the same on every replica and costs nothing. Any other assignment costs one collective. A replica
-without rows adds nothing. Replicas do not agree on `on_read` variables. (A variable that was assigned in a `tf.cond`, a
-loop or a nested function is not recognized as one that may differ.)
+without rows adds nothing. Replicas do not agree on `on_read` variables.
 
 Each replica keeps its own value: of a variable with `synchronization="on_read"` (as metrics have; TensorFlow puts the
 values together when it is read outside); of Keras's layers whose state is alike everywhere already (BatchNormalization,
-SpectralNormalization, seed generators; `rnn_states` has those of a stateful RNN); within `tf.cond`, `tf.while_loop` or
-another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
+SpectralNormalization, seed generators; `rnn_states` has those of a stateful RNN); and where a layer assigns a plain
+`tf.Variable`. Within `tf.cond`, `tf.while_loop` or a compiled function each keeps its own, too, since replicas cannot
+meet there: a trial sees code that assigns there what depends on its rows, and it gets all rows (`noting_assignments`).
 
 Between two averagings (`tfgpu.strategies.averaging()`) an average stays each replica's own, and is averaged with the
 weights.
@@ -35,6 +35,7 @@ the sum from all replicas first: `sums.of_batch(sum(rows))`.
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
@@ -43,7 +44,23 @@ from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, collectives, replication, step_context
 
-_sums = step_context.Slot("layer_state.sums")
+
+@dataclass
+class Noted:
+    """What a trial assigns, by the variables' `id`.
+
+    Attributes:
+        added: to which something was added.
+        inside: assigned in a condition or a loop, which in a step is a graph of its own.
+        depth: how many conditions and loops the code is in.
+    """
+
+    added: set[int] = field(default_factory=set)
+    inside: set[int] = field(default_factory=set)
+    depth: int = 0
+
+
+_noted = step_context.Slot("layer_state.noted")
 
 
 def assign_for_all() -> None:
@@ -66,6 +83,12 @@ def assign_for_all() -> None:
             mark_as_differing(self)
             return stock(self, agreed(self, value))
         return _assign_here(self, agreed(self, value))
+
+    @wrap("Variable.assign")
+    def assign(stock, self, value):
+        if (noted := _noted.get()) is not None and noted.depth:
+            noted.inside.add(id(self))
+        return stock(self, value)
 
     for name, sign in (("assign_add", 1), ("assign_sub", -1)):
         _sum_what_is_added(name, sign)
@@ -101,8 +124,8 @@ def put(variable, value: tf.Tensor) -> None:
 def _sum_what_is_added(name: str, sign: int) -> None:
     @wrap(f"Variable.{name}")
     def assign_more(stock, self, value):
-        if (noted := _sums.get()) is not None:
-            noted.add(id(self))
+        if (noted := _noted.get()) is not None:
+            noted.added.add(id(self))
         if not _is_shared() or self.aggregation != "sum" or self.synchronization == "on_read":
             return stock(self, value)
         total = self.value + sign * _sum(tf.cast(tf.convert_to_tensor(value), self.value.dtype))
@@ -118,10 +141,21 @@ def _keep_own(target: str) -> None:
 
 
 @contextlib.contextmanager
-def noting_sums() -> Iterator[set[int]]:
-    """Within the block, the variables to which something is added, by `id`."""
-    with _sums.set_to(set()):
-        yield _sums.get()
+def noting_assignments() -> Iterator[Noted]:
+    """Notes what the block, a trial, assigns."""
+    with _noted.set_to(Noted()):
+        yield _noted.get()
+
+
+@contextlib.contextmanager
+def inside_a_graph() -> Iterator[None]:
+    """The block, in a trial, is a branch or a loop, which in a step is a graph of its own."""
+    noted = _noted.get() or Noted()
+    noted.depth += 1
+    try:
+        yield
+    finally:
+        noted.depth -= 1
 
 
 def assigning_alike():
