@@ -1,7 +1,7 @@
 """Chooses which slow tests and long checks a run of `.ci/run` takes.
 
-What a change touches always comes first; a share of the rest follows, which the number of commits picks. The same
-commit always gets the same choice.
+What a change touches comes first, all of it up to a quarter of an hour; a share of the rest follows, which the number
+of commits picks. The same commit always gets the same choice.
 
     python .ci/turns.py share 5       # K/5: which fifth of something
     python .ci/turns.py matrix        # K/N: which part of the matrix
@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 COSTS = Path(__file__).with_name("costs.json")
 DEFAULT_COST_S = 25.0
 """CPU seconds of a slow test in a file that `costs.json` does not have."""
+TOUCHED_S = 1800.0
+"""CPU seconds that slow tests of a change's own may take: a quarter of an hour on two cores."""
 # Multiples of the golden ratio spread evenly over a circle, at any stride: every turn comes, however many commits
 # lie between two runs.
 GOLDEN = 0.6180339887498949
@@ -59,14 +61,21 @@ def position(number: int) -> float:
     return number * GOLDEN % 1
 
 
-def base() -> str:
-    """The commit that this work is compared with: what has not landed yet, or else the commits of the last day."""
+def landed() -> str:
+    """The newest commit that has landed, of a change that has not; else nothing."""
     if given := os.environ.get("TFGPU_CI_BASE"):
         return given
     head = _git("rev-parse", "HEAD")
     for main in ("origin/HEAD", "origin/main", "main"):
         if (found := _git("merge-base", main, "HEAD", default="")) and found != head:
             return found
+    return ""
+
+
+def base() -> str:
+    """The commit that this work is compared with: what has not landed yet, or else the commits of the last day."""
+    if found := landed():
+        return found
     before = int(_git("log", "-1", "--format=%ct")) - 86400
     return _git("rev-list", "-1", f"--before={before}", "HEAD") or _git("rev-list", "--max-parents=0", "HEAD")
 
@@ -127,8 +136,16 @@ def cost_s(test: str, costs: dict[str, float]) -> float:
     return next((costs[key] for key in (test, function, file) if key in costs), DEFAULT_COST_S)
 
 
-def pick(tests: Iterable[str], *, touched: Touched, costs: dict[str, float], budget_s: float, turn: float) -> list[str]:
-    """The tests of one run, as many as fit the budget.
+def pick(
+    tests: Iterable[str],
+    *,
+    touched: Touched,
+    costs: dict[str, float],
+    budget_s: float,
+    turn: float,
+    touched_s: float = 0.0,
+) -> list[str]:
+    """The tests of one run: those of the change, then as many of the rest as fit the budget.
 
     Args:
         tests: their names.
@@ -136,21 +153,23 @@ def pick(tests: Iterable[str], *, touched: Touched, costs: dict[str, float], bud
         costs: CPU seconds by test, function or file.
         budget_s: CPU seconds in all.
         turn: `position()`: with which of the rest to begin.
+        touched_s: CPU seconds that the change's own tests may take, where they do not fit the budget.
     """
     levels: dict[int, list[str]] = {0: [], 1: [], 2: []}
     for test in sorted(tests, key=lambda test: (zlib.crc32(test.encode()), test)):
         levels[touched.level(test)].append(test)
-    chosen, left = [], budget_s
-    for found in levels.values():
+    chosen, taken_s = [], 0.0
+    for level, found in levels.items():
+        most_s = budget_s if level else max(budget_s, touched_s)
         first = int(turn * len(found))
         for test in [*found[first:], *found[:first]]:
             cost = cost_s(test, costs)
-            if cost > budget_s:
+            if cost > most_s:
                 continue  # `make test-all` has it.
-            if cost > left:
+            if taken_s + cost > most_s:
                 return chosen
             chosen.append(test)
-            left -= cost
+            taken_s += cost
     return chosen
 
 
@@ -187,13 +206,15 @@ def slow(paths: Sequence[str]) -> list[str]:
 def print_slow(budget_s: float, paths: Sequence[str]) -> None:
     """Prints the slow tests of this run; on standard error, how many of how many."""
     tests, touched, costs = slow(paths), Touched(changed()), json.loads(COSTS.read_text())
-    chosen = pick(tests, touched=touched, costs=costs, budget_s=budget_s, turn=position(commits()))
+    touched_s = TOUCHED_S if landed() else 0.0
+    turn = position(commits())
+    chosen = pick(tests, touched=touched, costs=costs, budget_s=budget_s, turn=turn, touched_s=touched_s)
     print("\n".join(chosen))
     for level, whose in enumerate(("of what changed", "of their folders", "others")):
         every, taken = ([test for test in of if touched.level(test) == level] for of in (tests, chosen))
         print(f"slow tests {whose}: {len(taken)} of {len(every)}", file=sys.stderr)
     total_s = sum(cost_s(test, costs) for test in chosen)
-    print(f"about {total_s:.0f} of {budget_s:.0f} CPU seconds", file=sys.stderr)
+    print(f"about {total_s:.0f} CPU seconds of {max(budget_s, touched_s):.0f}", file=sys.stderr)
 
 
 def _git(*words: str, default: str | None = None) -> str:

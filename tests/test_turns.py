@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ FILE = Path(turns.__file__)
 TESTS = [f"tests/data/test_cache.py::test_it[{number}]" for number in range(10)]
 
 
-def pick(tests, paths=(), *, costs=None, budget_s=100, turn=0.0):
-    return turns.pick(tests, touched=turns.Touched(paths), costs=costs or {}, budget_s=budget_s, turn=turn)
+def pick(tests, paths=(), *, costs=None, budget_s=100, turn=0.0, **how):
+    return turns.pick(tests, touched=turns.Touched(paths), costs=costs or {}, budget_s=budget_s, turn=turn, **how)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,17 @@ def test_what_changed_comes_before_its_folder_and_that_before_the_rest():
     for turn in (0.0, 0.3, 0.9):
         chosen = pick([*TESTS, folder, near], ["tfgpu/launch/ssh.py"], budget_s=100, turn=turn)
         assert chosen[:2] == [near, folder] and len(chosen) == 4
+
+
+def test_all_tests_of_a_change_run_beyond_the_budget_and_then_no_others():
+    others, paths = ["tests/data/test_feed.py::test_it"], ["tfgpu/data/cache.py"]
+    assert pick([*TESTS, *others], paths, touched_s=250) == sorted(TESTS, key=turns_order)
+    assert pick([*TESTS, *others], paths, budget_s=1000, touched_s=250)[-1:] == others
+    assert len(pick([*TESTS, *others], paths, touched_s=100)) == 4
+
+
+def turns_order(test):
+    return zlib.crc32(test.encode()), test
 
 
 def test_turns_reach_every_test_at_any_stride():
