@@ -333,13 +333,13 @@ def test_cpus_repeat_a_convolutional_network_bit_for_bit(tmp_path, more):
 
 
 @pytest.mark.slow
-def test_both_paths_learn_the_same_with_and_without_recomputation(runs):
+def test_a_run_learns_the_same_with_and_without_recomputation(runs):
     folder, _ = runs
-    done = tfgpu("train", *SMALL, "--epochs", "4", "--path", "loop", "--recompute", "--output", "loop", cwd=folder)
+    done = tfgpu("train", *SMALL, "--epochs", "4", "--recompute", "--output", "recomputed", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "Recompute" in zipfile.ZipFile(folder / "loop" / "model.keras").read("config.json").decode()
+    assert "Recompute" in zipfile.ZipFile(folder / "recomputed" / "model.keras").read("config.json").decode()
     assert models.Recompute  # imported, so that Keras can load it
-    pairs = zip(weights(folder / "first"), weights(folder / "loop"), strict=True)
+    pairs = zip(weights(folder / "first"), weights(folder / "recomputed"), strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) <= 1e-6
 
 
@@ -366,13 +366,12 @@ def test_a_directory_with_a_run_is_safe(runs):
 
 SCHEDULES = {
     "cosine": ["--schedule", "cosine"],
-    "loop": ["--path", "loop", "--checkpoint-steps", "7", "--accumulate", "2"],
+    "accumulate": ["--checkpoint-steps", "7", "--accumulate", "2"],
     "plateau": ["--schedule", "plateau", "--schedule-option", "patience=1", "--optimizer", "sgd"],
     "ema": ["--weight-average", "ema", "--early-stopping", "2", "--checkpoint-steps", "7", "--optimizer", "lars"],
     "smooth": ["--schedule", "exponential", "--model-option", "normalization=batch", "--label-smoothing", "0.1"],
 }
 SCHEDULES["ema"] += ["--weight-average-option", "momentum=0.97"]  # 0.99 has too few updates, and says so
-SCHEDULES["smooth"] += ["--path", "loop"]
 
 
 LEFT_AT_THE_END = """
@@ -418,7 +417,7 @@ def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_pa
     [
         pytest.param("cosine", signal.SIGINT, 130, id="ctrl-c"),
         pytest.param("plateau", signal.SIGTERM, 75, id="sigterm", marks=pytest.mark.slow),
-        pytest.param("loop", signal.SIGTERM, 75, id="sigterm-loop", marks=pytest.mark.slow),
+        pytest.param("accumulate", signal.SIGTERM, 75, id="sigterm-accumulate", marks=pytest.mark.slow),
         pytest.param("ema", signal.SIGTERM, 75, id="sigterm-ema", marks=pytest.mark.slow),
         pytest.param("smooth", signal.SIGTERM, 75, id="sigterm-smooth", marks=pytest.mark.slow),
     ],
@@ -475,9 +474,8 @@ def test_an_interrupt_while_tensorflow_starts_writes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["fit", "loop"])
-def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path, path):
-    words = [*SMALL, "--epochs", "1", "--path", path, "--optimizer-option", "use_ema=true"]
+def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path):
+    words = [*SMALL, "--epochs", "1", "--optimizer-option", "use_ema=true"]
     averaged = [*words, "--optimizer-option", "ema_momentum=0.999", "--output", "run"]
     assert tfgpu("train", *averaged, cwd=tmp_path).returncode == 0
     before = weights(tmp_path / "run")

@@ -17,7 +17,7 @@ def test_the_reference_has_a_row_for_every_setting(monkeypatch):
     page = recipe_settings.page()
     assert ROW.findall(page) == sorted(Recipe.model_fields, key=ROW.findall(page).index)
     assert "| `global_batch` | `32` | Examples per step, over all replicas together. |" in page
-    assert "| `recompute` | `false` |" in page and "One of `fit`, `loop`. |" in page
+    assert "| `recompute` | `false` |" in page and "One of `auto`, `all`, `kernels`. |" in page
 
 
 def test_every_schedule_and_recipe_is_on_the_page():

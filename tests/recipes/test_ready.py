@@ -61,7 +61,7 @@ def test_the_quick_ones_start_on_two_replicas(tmp_path):
 @pytest.mark.slow
 def test_one_starts_with_all_that_a_recipe_can_ask_for(tmp_path):
     words = ["--augment", "mixup", "--label-smoothing", "0.1", "--optimizer", "lars", "--weight-decay", "1e-4"]
-    words += ["--weight-average", "ema", "--accumulate", "2", "--path", "loop", "--schedule", "polynomial"]
+    words += ["--weight-average", "ema", "--accumulate", "2", "--schedule", "polynomial"]
     words += ["--model", "mlp", "--model-option", "widths=[16]", "--model-option", "normalization=batch"]
     done = dry_runs(["digits"], tmp_path, *words)
     check(["digits"], done)

@@ -33,13 +33,14 @@ def test_a_recipe_cannot_be_changed():
     ("settings", "expected"),
     [
         ({"epoch": 3}, "Unknown setting 'epoch'. Did you mean 'epochs'?"),
+        ({"path": "loop"}, "`path` is gone. Leave it out: every run uses Keras's `fit`"),
         ({"balance": "weights"}, "`balance` is gone. Use `data.mixture` of one source per class. Received: 'weights'."),
         (
             {"strategy": "mirored"},
             "Unknown strategy 'mirored'. Did you mean 'mirrored'? Choices: auto, one_device",
         ),
         ({"precision": "fp16"}, "Choices: auto, float32, tf32, mixed_float16, mixed_bfloat16."),
-        ({"path": "loops"}, "Did you mean 'loop'?"),
+        ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
         ({"epochs": 0}, "`epochs` should be greater than or equal to 1. Received: 0."),
         ({"epochs": "three"}, "`epochs` should be a valid integer, unable to parse string as an integer."),
         ({"epochs": 2.5}, "Received: 2.5."),

@@ -77,11 +77,10 @@ print(json.dumps({name: value.tolist() for name, value in model.predict(x, verbo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["fit", "loop"])
-def test_several_inputs_and_targets_by_name_open_in_stock_keras_and_are_exported(tmp_path, path):
+def test_several_inputs_and_targets_by_name_open_in_stock_keras_and_are_exported(tmp_path):
     import tfgpu
 
-    what = {"data": named(tmp_path), "path": path, "recompute": True, "early_stopping": 5}
+    what = {"data": named(tmp_path), "recompute": True, "early_stopping": 5}
     what["early_stopping_options"] = {"monitor": "val_price_r2_score"}
     result = run(tmp_path, **what)
     assert {"kind_accuracy", "price_mae", "price_rmse", "price_r2_score", "loss"} == set(result.metrics)

@@ -172,7 +172,7 @@ def test_what_a_run_saves_opens_without_tfgpu(tmp_path):
         "cosine": ["--schedule", "cosine", "--weight-average", "ema"],
         "plateau": ["--schedule", "plateau", "--optimizer", "momentum", "--clip-norm", "1"],
         "one_hot": ["--schedule", "exponential", "--warmup-epochs", "0.5", "--label-smoothing", "0.1"],
-        "loop": ["--path", "loop", "--devices", "2", "--virtual-devices", "2"],
+        "replicas": ["--devices", "2", "--virtual-devices", "2"],
     }
     code = "import sys; from tfgpu.cli import _execute; sys.exit(_execute(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

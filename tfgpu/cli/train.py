@@ -39,7 +39,7 @@ _run = functools.partial(option, panel="Run")
         "tfgpu train cifar10 --epochs 100\n\n"
         "tfgpu train imagenet --dry-run\n\n"
         "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30\n\n"
-        "tfgpu train --strategy mirrored --virtual-devices 4 --path loop\n\n"
+        "tfgpu train --strategy mirrored --virtual-devices 4 --batch 64\n\n"
         "tfgpu train runs/best/config.yaml --output again --seed 1\n\n"
         "tfgpu train --resume --output runs/best\n\n"
         "tfgpu train --track mlflow --project digits"

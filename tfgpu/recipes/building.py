@@ -13,7 +13,6 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import compiling, endings, heads, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.rendezvous.facts import of_settings
-from tfgpu.training import Trainer
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Job:
     heads: tuple[heads.Head, ...]
     schedule_callbacks: tuple[keras.callbacks.Callback, ...]
     ending_callbacks: tuple[keras.callbacks.Callback, ...]
-    trainer: Any
     finetuned: Any = None  # of a pretrained model: what its run needs besides (`finetune.Finetuned`)
 
 
@@ -70,9 +68,8 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     with strategy.scope():
         model = heads.build(what.model, data.info, ends, what.builder_options)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, heads=ends)
-    trainer = Trainer(model) if what.path == "loop" else model
     ending = endings.callbacks(what)
-    return Job(what, cluster, strategy, data, model, ends, schedule.callbacks, ending, trainer)
+    return Job(what, cluster, strategy, data, model, ends, schedule.callbacks, ending)
 
 
 def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:

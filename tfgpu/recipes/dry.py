@@ -134,7 +134,7 @@ def _small(what: Recipe) -> Recipe:
 
 
 def _train(job: building.Job) -> dict[str, float]:
-    history = job.trainer.fit(
+    history = job.model.fit(
         job.data.train.take(UPDATES * job.recipe.accumulate),
         validation_data=None if job.data.validation is None else job.data.validation.take(1),
         epochs=1,

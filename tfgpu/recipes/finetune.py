@@ -22,7 +22,6 @@ from tfgpu.recipes.building import Job
 from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.rendezvous.facts import of_settings
-from tfgpu.training import Trainer
 from tfgpu.training.perplexity import Perplexity
 
 _log = logging.getLogger(__name__)
@@ -108,10 +107,9 @@ def build(what: Recipe, cluster: Cluster) -> Job:
         "trainable_parameters": trained,
     }
     finetuned = Finetuned(task, tokenizer, parts, names, facts)
-    trainer = Trainer(model) if what.path == "loop" else model
     ending = endings.callbacks(what)
     strategy = model.distribute_strategy
-    return Job(what, cluster, strategy, parts.data, model, ends, schedule.callbacks, ending, trainer, finetuned)
+    return Job(what, cluster, strategy, parts.data, model, ends, schedule.callbacks, ending, finetuned)
 
 
 def _layout(what: Recipe, cluster: Cluster) -> layouts.Layout:

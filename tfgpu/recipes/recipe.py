@@ -29,7 +29,10 @@ OWN_SETTINGS = {  # an optimizer's arguments and the settings of a recipe that r
     "global_clipnorm": "clip_norm",
     "gradient_accumulation_steps": "accumulate",
 }
-_GONE = {"balance": ("none", "Use `data.mixture` of one source per class.")}
+_GONE = {
+    "balance": ("none", "Use `data.mixture` of one source per class."),
+    "path": ("fit", "Leave it out: every run uses Keras's `fit`, with the same weights and speed."),
+}
 """Settings that recipes and runs of older versions have: the value that changed nothing, and what to use now."""
 
 
@@ -174,11 +177,6 @@ class Recipe(pretrained.Pretrained):
         "Recompute each block's activations in the backward pass: less memory, more time, the same result.",
     )
 
-    path: Literal["fit", "loop"] = _field(
-        "fit",
-        "Training",
-        "Train with Keras's `fit` or with tfgpu's compiled loop; the weights are the same.",
-    )
     epochs: int = _field(20, "Training", "Number of passes over the training examples.", ge=1)
     global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", flag="--batch", ge=1)
     accumulate: int = _field(1, "Training", "Steps whose gradients to average into one update.", ge=1)

@@ -230,7 +230,7 @@ def _monitor(job: building.Job, path: Path | None) -> list[Monitor]:
 
 def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
     job.data.seek(first)
-    job.trainer.fit(
+    job.model.fit(
         job.data.train,
         validation_data=job.data.validation,
         initial_epoch=first,
@@ -243,7 +243,7 @@ def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback
 
 def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
     """Tests the trained model, and writes the model, the report and the final facts."""
-    tested = {} if job.data.test is None else job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
+    tested = {} if job.data.test is None else job.model.evaluate(job.data.test, verbose=0, return_dict=True)
     tested = {name: float(tested[name]) for name in (*metric_names(job.heads), "loss") if name in tested}
     if job.finetuned and tested:  # over tokens, where Keras's is a mean over batches
         tested["loss"] = math.log(tested["perplexity"])
@@ -255,7 +255,7 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
         "final_weights": endings.ends_with(job.ending_callbacks),
     }
     can_predict = job.data.test is not None and not job.cluster.is_multi_worker
-    matrix = confusion(job.trainer, job.data) if can_predict else None
+    matrix = confusion(job.model, job.data) if can_predict else None
     samples = job.finetuned.samples(job.model, job.recipe) if job.finetuned else ()
     _save(job, path)
     if path:
