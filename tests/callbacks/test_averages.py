@@ -95,6 +95,7 @@ def moving():
     return model, weights.seen, fit(model, EvaluateAverages(), weights)
 
 
+@pytest.mark.slow
 def test_averages_are_validated_and_the_weights_come_back_to_the_bit(moving):
     model, seen, history = moving
     plain, weights = make(**EMA), Weights()

@@ -110,6 +110,7 @@ def test_another_model_is_refused(tmp_path):
         Checkpoint(tmp_path, keep=0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_not_the_chief_writes_nothing(tmp_path):
     train(build(), 0, 1, Checkpoint(tmp_path / "run", is_chief=False))
     assert not (tmp_path / "run").exists()

@@ -158,6 +158,7 @@ def test_what_replicas_have_of_their_own_is_no_difference(options):
     assert len(digests.compared(model)) >= 5
 
 
+@pytest.mark.slow
 def test_off_compares_nothing(model_of, tmp_path):
     model = model_of(2, every=0)
     fit(model, tfgpu.callbacks.Checkpoint(tmp_path), Flip("weights/0000", 1, 2, step=2))

@@ -52,6 +52,7 @@ def test_replicas_continue_the_states_of_their_rows(kind, replicas):
     )
 
 
+@pytest.mark.slow
 def test_a_loop_by_hand_trains_it_too():
     def step(model, x):
         def of_rows(rows):
@@ -70,6 +71,7 @@ def test_a_loop_by_hand_trains_it_too():
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *found)
 
 
+@pytest.mark.slow
 def test_a_batch_of_other_rows_than_the_states_is_named():
     with tfgpu.strategy(devices=["CPU:0", "CPU:1"]).scope():
         model = keras.Sequential([keras.Input(batch_shape=(BATCH, 5, 3)), layers.SimpleRNN(1, stateful=True)])

@@ -113,7 +113,7 @@ class Mixing(layers.Layer):
         return mixed + ops.take(self.table, ids, axis=0) * ops.max(x, axis=0, keepdims=True)
 
 
-@pytest.mark.sample("8")
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 9])
 def test_a_layer_that_is_computed_on_all_rows(rows):
     alone = trained(tfgpu.strategy("one_device", "CPU:0"), rows=rows, make=Mixing)

@@ -134,6 +134,7 @@ def test_blocks_with_collectives_take_four_seconds_at_most():
     assert pace.steps == 8
 
 
+@pytest.mark.slow
 def test_a_block_without_its_first_batches_has_fewer_full_ones():
     block = step_blocks.Block(None, 8, True, begin=3, rows=26, full=6)
     assert block.skip(2) == step_blocks.Block(None, 6, True, begin=5, rows=26, full=4)
@@ -247,6 +248,7 @@ def test_a_model_without_a_known_input_is_built_in_the_first_block():
     assert all((a == b).all() for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 def test_fitting_again_traces_nothing(strategy):
     traces = []
 
@@ -265,6 +267,7 @@ def test_fitting_again_traces_nothing(strategy):
     assert len(traces) == before
 
 
+@pytest.mark.slow
 def test_a_custom_dataset_is_told_the_same_epochs():
     class Told(keras.utils.PyDataset):
         def __init__(self):

@@ -177,6 +177,7 @@ def test_which_data_give_rows_to_try(arguments, is_given):
         assert given.dtype == each.dtype
 
 
+@pytest.mark.slow
 def test_within_a_scope(caplog):
     strategy = two_devices()
     with strategy.scope(), caplog.at_level(logging.WARNING, logger="tfgpu"):

@@ -91,6 +91,7 @@ def fitted(**how):
     return {piece.name: (piece.verdict, piece.why) for piece in verdicts.of(strategy)}
 
 
+@pytest.mark.slow
 def test_a_second_run_makes_no_trial(trials, tmp_path):
     first = fitted()
     assert sorted(trials) == ["LayerTrial", "LossTrial", "MetricTrial", "_StepTrial"]

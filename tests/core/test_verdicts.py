@@ -77,6 +77,7 @@ def test_each_piece_is_kept_with_its_bytes(caplog):
     assert said.count("160 bytes a step") == 1 and said.count("192 bytes a step") == 2  # the loss's and the metric's
 
 
+@pytest.mark.slow
 def test_the_outputs_of_a_step_that_sees_all_rows_travel(caplog):
     class Clips(keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):

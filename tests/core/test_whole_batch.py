@@ -305,7 +305,7 @@ def assert_alike(one, other):
         np.testing.assert_allclose(values, other[1][name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.sample("Clips", "Mixes")
+@pytest.mark.sample("Mixes")
 @pytest.mark.parametrize(
     "make",
     [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Mixes, Penalized, Function, Words, Judged, Compares],

@@ -138,6 +138,7 @@ def test_turns_of_many_rows():
     check(data.train, [(2, 1)], seek=lambda: data.seek(0))
 
 
+@pytest.mark.slow
 def test_mixtures():
     data = load(mixture([(images(30), 3), (images(12), 1)]), global_batch=16, seed=1, validation=0, test=0)
     check(data.train, [(2, 1)], seek=lambda: data.seek(2))

@@ -150,6 +150,7 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
     assert cache.get("b", 0) is None
 
 
+@pytest.mark.slow
 def test_data_larger_than_the_cache_is_read_in_full(folder, server, tmp_path, monkeypatch):
     monkeypatch.setattr("tfgpu.data.storage.remote_files.BLOCK_BYTES", 1 << 16)
     url, facts = server

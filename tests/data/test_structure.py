@@ -74,6 +74,7 @@ NAMED = {"left": X, "ids": np.arange(60).reshape(30, 2)}
 TARGETS = {"kind": np.arange(30) % 3, "price": NUMBERS, "next": np.arange(60).reshape(30, 2)}
 
 
+@pytest.mark.slow
 def test_named_inputs_and_outputs_with_sample_weights_stay_together():
     data = made((NAMED, TARGETS, W), validation=0.2)
     assert data.info.labels == "named" and data.info.input_shape == {"left": (4,), "ids": (2,)}

@@ -107,6 +107,7 @@ def model():
     return made
 
 
+@pytest.mark.slow
 def test_fit_on_two_replicas_equals_one_device():
     tfgpu.repair_keras()
     histories = []

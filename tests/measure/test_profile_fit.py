@@ -36,7 +36,7 @@ def test_a_callback_that_looks_at_single_batches_sets_the_steps(tmp_path, every_
         assert "batch_callback" not in found
 
 
-@pytest.mark.sample("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_xla_is_offered_where_it_is_not_in_force(tmp_path, jit):
     model = small()

@@ -31,6 +31,7 @@ def accumulator(model):
     return next(v for v in model.optimizer.variables if "accumulator" in v.path)
 
 
+@pytest.mark.slow
 def test_two_batches_make_one_update_and_the_third_waits(strategy):
     model = line(strategy)
     model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)

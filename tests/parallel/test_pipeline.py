@@ -163,6 +163,7 @@ def test_bad_input(make, settings, message):
         pipeline(make(), **settings)
 
 
+@pytest.mark.slow
 def test_late_calls_are_reported():
     model = pipeline(made(mlp), 2, 2, cuts=["third"])
     with pytest.raises(tfgpu.InputError, match="placed before"):

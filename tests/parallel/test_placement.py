@@ -177,6 +177,7 @@ class Own(keras.Model):
         return self.head(self.body(x))
 
 
+@pytest.mark.slow
 def test_a_model_without_a_graph_and_layers_within_layers():
     def trained(model):
         with model.distribute_strategy.scope():

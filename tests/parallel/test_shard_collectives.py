@@ -39,7 +39,7 @@ def test_nccl_sums_each_piece_where_it_belongs_and_gathers_bits(monkeypatch):
     assert found == [("reduce-scatter", "float32", "nccl", 64), ("all-gather", "float16", "nccl", 16)]
 
 
-@pytest.mark.sample("3-mixed_float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_narrow_weights_travel_in_tensorflows_collectives(monkeypatch, policy, stage):

@@ -191,6 +191,7 @@ def test_lora_from_before_is_split_with_its_kernel():
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_and_a_layer_without_decay_stay_so():
     def built(spread):
         keras.utils.set_random_seed(0)

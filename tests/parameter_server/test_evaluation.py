@@ -36,6 +36,7 @@ def batches():
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(32)
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_evaluated_as_the_training_evaluated_it(tmp_path):
     history = train(tmp_path, epochs=3)
     seen = []

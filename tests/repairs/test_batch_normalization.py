@@ -123,6 +123,7 @@ def _facts(strategy):
     return calls.step(rows=13)
 
 
+@pytest.mark.slow
 def test_moments_of_replicas_are_those_of_their_rows():
     one = trained(tfgpu.strategy("one_device"), Halves, epochs=2)
     ours = trained(
@@ -157,7 +158,7 @@ def test_a_replica_without_rows_leaves_its_moving_moments(caplog):
 RENORM = "renorm" in inspect.signature(keras.layers.BatchNormalization).parameters
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("renorm", [False, pytest.param(True, marks=pytest.mark.skipif(not RENORM, reason="Keras"))])
 def test_replicas_without_rows_keep_their_moving_moments(renorm):
     """All but one of three replicas have no rows: the average is a third of the way that one device goes."""

@@ -71,16 +71,19 @@ def test_dice_of_three_rows_is_one_dice(strategy, loss, by_hand):
     assert weight == pytest.approx(1 - 0.1 * SLOPE, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_dice_inside_a_custom_loss(strategy):
     weight, logged = trained(strategy, lambda y, p: 2 * keras.losses.dice(y, p))
     assert (weight, logged) == (pytest.approx(1 - 0.2 * SLOPE, abs=1e-6), pytest.approx(2 * DICE, abs=1e-6))
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_dice_are_averaged(strategy):
     weights = np.array([1.0, 0.0, 5.0], "float32")  # one device multiplies the one number by each weight: by 2
     assert trained(strategy, keras.losses.Dice(), weights=weights)[1] == pytest.approx(2 * DICE, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_dice_of_each_row_stays_with_its_row(strategy):
     rows = 1 - 2 * X * Y / (X + Y)
     assert trained(strategy, keras.losses.Dice(axis=-1))[1] == pytest.approx(rows.mean().item(), abs=1e-6)

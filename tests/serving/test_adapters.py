@@ -51,6 +51,7 @@ def adapters_of(path):
     return found
 
 
+@pytest.mark.slow
 def test_a_base_gets_its_adapters_back(tmp_path):
     model = fit(adapted(alpha=4), epochs=1)
     file = export_adapters(model, tmp_path / "style")

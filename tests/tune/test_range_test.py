@@ -79,7 +79,7 @@ def state(model):
     return found + [keras.random.uniform((3,)).numpy(), np.random.random(3)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -73,6 +73,7 @@ class Own(keras.Model):
         return super().train_step(data)
 
 
+@pytest.mark.slow
 def test_a_step_of_one_s_own_may_see_the_whole_batch(strategy, ahead):
     trained(strategy, DATA["even"], step=Own)
     assert not ahead[0]
@@ -116,6 +117,7 @@ def test_an_eager_step_reads_shards(strategy, ahead):
     assert all(ahead) and int(model.optimizer.iterations.numpy()) == 4
 
 
+@pytest.mark.slow
 def test_the_wait_for_data_is_measured(strategy):
     class Waits(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -82,6 +82,7 @@ def reading(kernel):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_padding_does_not_count(strategy):
     """Two replicas have two rows and one, with three steps each."""

@@ -200,6 +200,7 @@ def test_anything_with_a_state_is_remembered(tmp_path):
     assert other.value == 5
 
 
+@pytest.mark.slow
 def test_invalid_input_is_named(tmp_path, caplog):
     for wrong in ([Counter()], {"a": 3}, {1: Counter()}):
         with pytest.raises(tfgpu.InputError, match="rememb"):
