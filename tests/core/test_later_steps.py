@@ -9,6 +9,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfgpu
+from tfgpu.core.row_mixing.part_trial import Trial
+from tfgpu.core.row_mixing.step_recorder import Apart, Recorder
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -45,6 +47,14 @@ class Raised(Warm):
         return self.weight + 0.0
 
 
+class RaisedOwn(Raised):
+    """A callback raises a variable of TensorFlow's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(0.0)
+
+
 class Raises(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.weight.assign(0.5)
@@ -61,10 +71,42 @@ def trained(kind, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Warm, Raised])
+@pytest.mark.parametrize("kind", [Warm, Raised, RaisedOwn])
 def test_what_is_warmed_up_is_found_before_the_first_step(kind, caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         found = trained(kind, ["CPU:0", "CPU:1"])
     assert f"`{kind.__name__}.train_step` mixes rows" in caplog.text
     for one, other in zip(trained(kind, None), found, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_variables_of_tensorflow_are_as_after_many_steps_until_restored():
+    strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight, steps = tf.Variable(0.0), tf.Variable(2, trainable=False)
+    plain = [weight, steps, tf.Variable([0.0]), tf.Variable(False), tf.Variable(3.0)]
+    copies = [*strategy.experimental_local_results(weight), *plain[1:]]
+    scope = Apart(plain, is_later=True)
+    np.testing.assert_allclose([float(each.numpy().squeeze()) for each in copies], [0.7, 0.7, 99, 0, 0, 3])
+    steps.assign_add(1)
+    assert [(each.before, each.after) for each in scope.assigned().values()] == [(99, 100)]
+    scope.restore()
+    assert [float(each.numpy().squeeze()) for each in copies] == [0, 0, 2, 0, 0, 3]
+
+
+def test_a_step_that_cannot_run_as_after_many_steps_is_tried_on_all_draws():
+    """A variable of TensorFlow's own that is a place in a list."""
+    seen, place = [], tf.Variable(0)
+
+    class Step(Trial):
+        def _batches(self):
+            return iter(range(4))
+
+        def _recorded(self, batch, start, stop, *, seed=0):
+            found = Recorder(1.0, start, stop)
+            with self._sandbox.around(found, seed):
+                [None][int(place)]
+            seen.append(batch)
+            return found
+
+    assert Step(lambda: place).run().differs is None and set(seen) == {0, 2}

@@ -159,8 +159,10 @@ class Trial:
 
     def _judged(self, batch) -> str | None:
         self._has_told = False
-        found = self._difference(batch)
-        self._sandbox.is_later = not self._sandbox.is_later  # what has no weight at first may mix rows later
+        try:
+            found = self._difference(batch)
+        finally:
+            self._sandbox.is_later = not self._sandbox.is_later  # what has no weight at first may mix rows later
         self._has_told = found is not None
         return found
 

@@ -277,8 +277,8 @@ class Apart(StatelessScope):
 
     Args:
         plain: TensorFlow's own variables that the step can reach.
-        is_later: Keras's counters are read as after many steps, and scalars that are 0 as another number: a loss that
-            is warmed up has no weight in the first step.
+        is_later: counters are read as after many steps, and scalars that are 0 as another number: a loss that is warmed
+            up has no weight in the first step. Of TensorFlow's own, until `restore`.
 
     Attributes:
         made: Keras variables that the step has made.
@@ -292,8 +292,11 @@ class Apart(StatelessScope):
         self._begun: dict = {}
         self._held: dict[int, list[tf.Variable]] = {}
         self._is_holding = False
-        self._plain = [(each, variables.local_value(each)) for each in plain]
         self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
+        for copy, value in self._copies if is_later else ():
+            if _is_number(copy):
+                copy.assign(_later(value))
+        self._plain = [(each, variables.local_value(each)) for each in plain]
         self._made_plain: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def begin_with(self, variable: keras.Variable, value: tf.Variable) -> None:
@@ -378,11 +381,15 @@ class Apart(StatelessScope):
 
 def _is_counter(variable: keras.Variable) -> bool:
     """Whether it is a scalar that a step may count with, or that a callback raises; not one of a metric."""
-    is_number = tf.as_dtype(variable.dtype).is_integer or tf.as_dtype(variable.dtype).is_floating
-    return is_number and not (len(variable.shape) or variable.trainable or variable.synchronization == "on_read")
+    return _is_number(variable) and not (variable.trainable or variable.synchronization == "on_read")
 
 
-def _later(value: tf.Variable) -> tf.Tensor:
+def _is_number(variable: keras.Variable | tf.Variable) -> bool:
+    dtype = tf.as_dtype(variable.dtype)
+    return (dtype.is_integer or dtype.is_floating) and tf.TensorShape(variable.shape).rank == 0
+
+
+def _later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
     now = tf.convert_to_tensor(value)
     if now.dtype.is_integer:
         return now + tf.cast(_LATER, now.dtype)
