@@ -11,7 +11,7 @@ from keras import ops
 
 import tfgpu
 from tfgpu.core.row_mixing import scalar_updates, verdicts
-from tfgpu.core.row_mixing.scalar_updates import AS_IT_IS, MEAN, PART, Scalar
+from tfgpu.core.row_mixing.scalar_updates import AS_IT_IS, MEAN, PART, UNKNOWN, Scalar
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -137,10 +137,12 @@ class Turns(Losses):
 
 
 class Rate(Loop):
-    """A mean that is 0 on all rows that are tried, as the rate of right answers among a thousand classes."""
+    """A mean and a count that are 0 on all rows that are tried, as of the right answers among a thousand classes."""
 
     def count(self, x, loss):
-        self.mean.update_state(tf.reduce_mean(tf.cast(tf.abs(x - X[9, 1]) < 1e-6, tf.float32)))
+        is_right = tf.cast(x == X[9, 1], tf.float32)
+        self.mean.update_state(tf.reduce_mean(is_right))
+        self.sum.update_state(tf.reduce_sum(is_right))
 
 
 class Largest(Loop):
@@ -253,6 +255,45 @@ def test_how_a_number_counts(whole, parts, expected):
     assert found == {"a": expected}
 
 
-def test_a_number_that_shows_nothing_is_a_mean():
+def test_a_number_that_shows_nothing_has_no_way():
     fitting = scalar_updates.ways(scalars(0.0), [scalars(0.0), scalars(0.0)], [0.5, 0.5], 1e-6)
-    assert scalar_updates.chosen(fitting) == {"a": MEAN}
+    assert scalar_updates.chosen(fitting) == {"a": UNKNOWN}
+
+
+def counted(way, replicas, traced):
+    """What a `Sum` and a `Mean` say of one number, `way(x, weight)`, in three batches with weights of 0, 0.5 and 1."""
+    devices = [f"CPU:{at}" for at in range(replicas)]
+    strategy = tfgpu.strategy("mirrored", devices=devices) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        metrics = keras.metrics.Sum(name="sum"), keras.metrics.Mean(name="mean")
+
+    def step(x, weight):
+        for metric in metrics:
+            metric.update_state(way(x, weight))
+
+    run = traced(lambda x, weight: strategy.run(step, args=(x, weight)))
+    for at, x in enumerate(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(4))):
+        run(x, tf.constant(at / 2))
+    return [float(metric.result()) for metric in metrics]
+
+
+@pytest.mark.parametrize("traced", [lambda run: run, tf.function], ids=["eager", "traced"])
+@pytest.mark.parametrize(
+    "way",
+    [lambda x, rate: rate, lambda x, rate: rate * tf.nn.compute_average_loss(x[:, 0], global_batch_size=4)],
+    ids=["rate", "loss"],
+)
+def test_a_number_that_is_0_in_the_first_steps_counts_once(way, traced, caplog):
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        np.testing.assert_allclose(counted(way, 2, traced), counted(way, 1, traced), rtol=1e-5)
+    assert not [record for record in caplog.records if record.name.startswith("tfgpu")]
+
+
+def test_a_number_of_rows_that_is_always_0_in_the_trial_is_named(caplog):
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        counted(lambda x, rate: tf.reduce_sum(tf.cast(tf.abs(x - X[9, 1]) < 1e-6, tf.float32)), 2, tf.function)
+    said = [
+        text.split(" gets")[0] for text in map(logging.LogRecord.getMessage, caplog.records) if "one number" in text
+    ]
+    assert said == ["The metric 'sum'", "The metric 'mean'"]
+    assert "counts as a sum" in caplog.text and "counts as a mean" in caplog.text

@@ -1,6 +1,7 @@
 """Private parts of TensorFlow's functions, tapes, graphs and kernels."""
 
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tensorflow.python.framework import kernels, op_def_registry, ops, tensor_ut
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.framework.ops import EagerTensor
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, gen_math_ops
 from tensorflow.python.util import tf_decorator
 
 from tfgpu.compat import slots
@@ -144,6 +145,30 @@ def functions_run_eagerly() -> Iterator[None]:
         yield
     finally:
         tf.config.run_functions_eagerly(before)
+
+
+@contextmanager
+def equalities_hold() -> Iterator[None]:
+    """Inside the block what this thread compares elementwise by `==`, `tf.equal` or `keras.ops.equal` is equal.
+
+    Two scalars are compared as they are: Python's control flow may depend on them.
+
+    Example:
+        >>> with equalities_hold():
+        ...     tf.equal([1, 2], 2).numpy().tolist()
+        [True, True]
+    """
+    stock, here = gen_math_ops.equal, threading.get_ident()
+
+    def equal(*args, **kwargs) -> tf.Tensor:
+        found = stock(*args, **kwargs)
+        return tf.ones_like(found) if threading.get_ident() == here and found.shape.rank else found
+
+    gen_math_ops.equal = equal
+    try:
+        yield
+    finally:
+        gen_math_ops.equal = stock
 
 
 def autograph_status() -> AbstractContextManager:

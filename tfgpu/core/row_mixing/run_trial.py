@@ -19,9 +19,9 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import extensions, replica_attributes, replication, step_context, worker_rows
-from tfgpu.core.row_mixing import captures, choices, comparison, row_sums, scalar_updates, verdicts
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, row_sums, scalar_updates, verdicts
 from tfgpu.core.row_mixing.part_trial import CLOSE_IN_16_BITS, CannotTry, Trial, Tried, drawn_batches
-from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.row_mixing.step_recorder import NOT_ZERO, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
@@ -132,7 +132,9 @@ def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, k
     except (CannotTry, row_sums.Meets):
         return
     known = slots.of(strategy).scalar_ways.get(_code(fn), {})
-    other = (f"the metric {each!r}" for each, way in found.scalar_ways.items() if way != known.get(each))
+    shown = {name: way for name, way in found.scalar_ways.items() if way != scalar_updates.UNKNOWN}
+    known.update({name: way for name, way in shown.items() if known.get(name) == scalar_updates.UNKNOWN})
+    other = (f"the metric {name!r}" for name, way in shown.items() if way != known.get(name))
     differs = found.differs or next(other, None)
     if differs:
         why = f"{differs} would differ where replicas hold different numbers of rows"
@@ -231,19 +233,36 @@ class _RunTrial(Trial):
 
     def run(self) -> Tried:
         found = super().run()
-        is_right = not found.differs and all(self._fitting.values())
-        return dataclasses.replace(found, scalar_ways=scalar_updates.chosen(self._fitting)) if is_right else found
+        return found if found.differs else dataclasses.replace(found, scalar_ways=scalar_updates.chosen(self._fitting))
+
+    def _found(self) -> str | None:
+        differs = super()._found()
+        if differs is None and scalar_updates.UNKNOWN in scalar_updates.chosen(self._fitting).values():
+            self._show_rare()
+        return differs
+
+    def _show_rare(self) -> None:
+        """Runs once more as if all were equal: the right answers among many classes, say, are 0 else."""
+        batch = next(drawn_batches(self._specs(), self._captured.numbers, _ROWS, self._told))
+        with contextlib.suppress(Exception), private.equalities_hold():  # the user's code, on rows that are not its own
+            whole, *parts = (self._recorded(batch, *rows) for rows in ((0, _ROWS), *self._each_part))
+            fitting = self._fitting_ways(whole, parts, self._close)
+            self._fitting.update({name: ways for name, ways in fitting.items() if ways})
 
     def _what_differs(self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float, keeps=True):
         found = super()._what_differs(whole, parts, again, close=close, keeps=keeps)
         if found is not None or len(parts) == 1:
             return found
-        shares, numbers = [part.share for part in parts], [part.scalars for part in parts]
-        fitting = scalar_updates.ways(whole.scalars, numbers, shares, max(close, comparison.CLOSE))
-        fitting = {name: ways & self._fitting.get(name, ways) for name, ways in fitting.items()}
+        fitting = self._fitting_ways(whole, parts, close)
         if keeps:
             self._fitting.update(fitting)
         return next((f"the metric {name!r}" for name, ways in fitting.items() if not ways), None)
+
+    def _fitting_ways(self, whole: Recorder, parts: list[Recorder], close: float) -> dict[str, set[str]]:
+        """Of each metric that gets one number, the ways that these parts show, too."""
+        shares, numbers = [part.share for part in parts], [part.scalars for part in parts]
+        fitting = scalar_updates.ways(whole.scalars, numbers, shares, max(close, comparison.CLOSE))
+        return {name: ways & self._fitting.get(name, ways) for name, ways in fitting.items()}
 
     def _passing(self) -> tuple[type[Exception], ...]:
         return (row_sums.Meets,)
@@ -295,7 +314,7 @@ class _RunTrial(Trial):
 
     def _run_on(self, batch: list, start: int, stop: int, meetings: row_sums.Meetings, seed: int) -> Recorder:
         rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
-        leaves = list(self._leaves)
+        leaves = [_shared(leaf, is_later=self._sandbox.is_later) for leaf in self._leaves]
         for at, value in zip(self._at, rows, strict=True):
             leaves[at] = value
         args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
@@ -333,3 +352,25 @@ class _RunTrial(Trial):
         if values[0].ndim:
             ways.append(np.concatenate(values))
         return ways
+
+
+def _shared(argument: object, *, is_later: bool) -> object:
+    """An argument of all replicas, such as a loss's weight: one without a number yet gets some.
+
+    After many steps one that is 0 is another number.
+    """
+    is_tensor = isinstance(argument, tf.Tensor)
+    if is_tensor and not hasattr(argument, "numpy"):
+        return _drawn(argument)
+    is_number = isinstance(argument, float) or (is_tensor and argument.dtype.is_floating and argument.shape.rank == 0)
+    return argument + NOT_ZERO if is_later and is_number and float(argument) == 0 else argument
+
+
+def _drawn(argument: tf.Tensor) -> tf.Tensor:
+    """Numbers in the place of an argument of a traced function."""
+    shape, dtype = argument.shape, argument.dtype
+    if not shape.is_fully_defined() or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        return argument
+    if not dtype.is_floating:
+        return tf.cast(tf.ones(shape), dtype)
+    return draws.cast(draws.values(np.random.default_rng(0), tuple(shape), "positive"), dtype)

@@ -4,6 +4,7 @@ Each replica has a number of its own: a part of one device's (a Keras loss, weig
 the replica's rows, or the same number. The trial of the function shows which, and the metric counts it accordingly.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.core import batch_rows, replication, step_context
-from tfgpu.core.row_mixing import comparison
+from tfgpu.core.row_mixing import choices, comparison
+from tfgpu.core.state import layer_state
+from tfgpu.errors import InputError
 
+_log = logging.getLogger(__name__)
 AS_IT_IS = "as it is"
 PART = "part"
 MEAN = "mean"
+UNKNOWN = "unknown"
+"""Of a number that is 0 on all rows that are tried, which does not show whether it is a part or a mean."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sam
     # What a function of labels and outputs gives is a mean over rows, or the whole batch's.
     is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
     way = MEAN if is_of_function else _way_of(metric.name, given)
+    if way == UNKNOWN:
+        way = _likely_way(metric, values)
     if way == AS_IT_IS:
         return stock(metric, values, sample_weight)
     values, share = tf.convert_to_tensor(values), batch_rows.known_share()
@@ -72,6 +81,36 @@ def _way_of(name: str, given: batch_rows.GivenRows) -> str:
         given.counted.append(name)
     ways, place = given.scalar_ways, given.counted.index(name)
     return ways.get(name) or dict(enumerate(ways.values())).get(place, AS_IT_IS)
+
+
+def _likely_way(metric: keras.metrics.Metric, values: object) -> str:
+    """The way of a number that no trial shows: one that is the same on all replicas counts as a mean does.
+
+    Raises:
+        InputError: it may differ, and `unproven` is "refuse".
+    """
+    if _is_same_everywhere(values):
+        return MEAN
+    is_sum, told = isinstance(metric, keras.metrics.Sum), vars(slots.of(tf.distribute.get_strategy()))
+    if metric.name not in told.setdefault("told_numbers", set()):
+        told["told_numbers"].add(metric.name)
+        said = (
+            f"The metric {metric.name!r} gets one number in a function of `strategy.run`, which was 0 on all rows that "
+            "were tried: it may be a sum over a replica's rows (a count) or a mean over them (a rate)."
+        )
+        if choices.unproven() == "refuse":
+            raise InputError(f"{said} The strategy's `unproven` is 'refuse'. Give the metric one number a row.")
+        _log.warning(
+            "%s It counts as a %s. Give it one number a row if that is wrong.", said, "sum" if is_sum else "mean"
+        )
+    return AS_IT_IS if is_sum else MEAN
+
+
+def _is_same_everywhere(values: object) -> bool:
+    """Whether a number is made of constants and of variables that are the same on all replicas."""
+    if isinstance(values, (keras.Variable, tf.Variable)):
+        return True
+    return not tf.is_tensor(values) or layer_state.is_same_everywhere(values)
 
 
 def ways(
@@ -112,9 +151,9 @@ def _fitting(whole: Scalar, parts: list[Scalar], shares: Sequence[float], close:
 
 
 def chosen(fitting: dict[str, set[str]]) -> dict[str, str]:
-    """The way of each metric, of those that fit: the one that sends nothing first.
+    """The way of each metric, of those that fit: the one that sends nothing first; `UNKNOWN` if they are opposite."""
 
-    A number that is 0 on all rows that are tried, as a rate of right answers among many classes may be, does not show
-    whether it is a mean or a part. It counts as a mean, as in a step of `fit`.
-    """
-    return {name: next(way for way in (AS_IT_IS, MEAN, PART) if way in found) for name, found in fitting.items()}
+    def of(found: set[str]) -> str:
+        return UNKNOWN if {PART, MEAN} <= found else next(way for way in (AS_IT_IS, MEAN, PART) if way in found)
+
+    return {name: of(found) for name, found in fitting.items()}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tfgpu.core.row_mixing.row_sums import Meetings
     from tfgpu.core.row_mixing.scalar_updates import Scalar
 
-_LATER, _NOT_ZERO = 97, 0.7
-
+_LATER, NOT_ZERO = 97, 0.7
+"""What is added to counters, and what numbers are that are 0, as after many steps."""
 ROWS = 7
 """That are drawn in all."""
 
@@ -393,7 +393,7 @@ def _later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
     now = tf.convert_to_tensor(value)
     if now.dtype.is_integer:
         return now + tf.cast(_LATER, now.dtype)
-    return tf.where(now == 0, tf.cast(_NOT_ZERO, now.dtype), now)
+    return tf.where(now == 0, tf.cast(NOT_ZERO, now.dtype), now)
 
 
 def _array(value: object) -> np.ndarray:
