@@ -68,6 +68,20 @@ class Clipping(InKerasVariables):
         return {}
 
 
+class ClippingAlone(InKerasVariables):
+    """Mixes rows where one of two conditions alone takes the branch that the first batch does not take."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(*data, self(data[0], training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.count.assign_add(1)
+        gradients = tf.cond(self.count % 4 == 3, lambda: tf.clip_by_global_norm(gradients, 0.1)[0], lambda: gradients)
+        gradients = tf.cond(self.count < 999, lambda: gradients, lambda: [each * 0.0 for each in gradients])
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
 class Autograph(InKerasVariables):
     """No trial can see the branch that the first batch does not take."""
 
@@ -112,7 +126,7 @@ class Normalized(InKerasVariables):
         return {}
 
 
-def trained(kind, replicas: int) -> list[np.ndarray]:
+def trained(kind, replicas: int, **how) -> list[np.ndarray]:
     keras.utils.set_random_seed(0)
     with tfgpu.strategy(devices=[f"CPU:{number}" for number in range(replicas)]).scope():
         inputs = keras.Input((3,))
@@ -120,7 +134,7 @@ def trained(kind, replicas: int) -> list[np.ndarray]:
         if kind is Normalized:
             outputs = keras.layers.BatchNormalization()(outputs)
         model = kind(inputs, outputs)
-        model.compile(optimizer=keras.optimizers.SGD(0.3, momentum=0.9), loss="mse")
+        model.compile(optimizer=keras.optimizers.SGD(0.3, momentum=0.9), loss="mse", **how)
     model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     return [variable.numpy() for variable in model.trainable_variables]
 
@@ -132,6 +146,7 @@ def trained(kind, replicas: int) -> list[np.ndarray]:
         pytest.param(InKerasVariables, marks=pytest.mark.slow),
         pytest.param(Summing, marks=pytest.mark.slow),
         pytest.param(Clipping, marks=pytest.mark.slow),
+        pytest.param(ClippingAlone, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_update_in_a_condition_as_one_device(kind):
@@ -158,3 +173,27 @@ def test_an_if_on_a_tensor_is_refused_or_sees_the_whole_batch():
 def test_a_condition_into_which_replicas_cannot_go_together_is_refused(kind):
     with pytest.raises(InputError, match="Replicas cannot communicate inside tf.cond"):
         trained(kind, 2)
+
+
+class Differing(InKerasVariables):
+    """Each replica has a value of its own of the variable that the condition reads."""
+
+    def compile(self, **how):
+        super().compile(**how)
+        self.mine = tf.Variable(0, trainable=False)
+        for number, copy in enumerate(self.distribute_strategy.experimental_local_results(self.mine)):
+            copy.assign(number)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(*data, self(data[0], training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        tf.cond(self.mine == 0, lambda: self.optimizer.apply(gradients, self.trainable_variables), lambda: None)
+        return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_replicas_that_disagree_on_a_condition_fail(jit_compile):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Replicas disagree on the condition"):
+        trained(Differing, 2, jit_compile=jit_compile)

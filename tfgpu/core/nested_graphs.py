@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import tensorflow as tf
 
@@ -45,8 +45,10 @@ def communicate_in_conditions() -> None:
     @wrap("cond_module.cond")
     def cond(stock, pred, true_fn=None, false_fn=None, *args, **kwargs):
         if (met := _met.get()) is not None and tf.executing_eagerly():
-            met.append(true_fn)
-            pred = tf.logical_not(pred) if _takes_other.get() else pred
+            place = _code(true_fn), _code(false_fn)
+            met[place] = True
+            others = _takes_other.get()
+            pred = tf.logical_not(pred) if others is not None and place in others else pred
         if step_context.current().is_trying and tf.executing_eagerly():
             with layer_state.inside_a_graph():
                 return stock(pred, true_fn, false_fn, *args, **kwargs)
@@ -86,18 +88,30 @@ def _note_inside(target: str) -> None:
 
 
 @contextlib.contextmanager
-def counting_conditions() -> Iterator[list]:
-    """In the block, which runs eagerly, notes each `tf.cond`."""
-    met: list = []
+def noting_conditions() -> Iterator[dict]:
+    """In the block, which runs eagerly, notes each `tf.cond` by its place in the code: the keys of what this yields."""
+    met: dict = {}
     with _met.set_to(met):
         yield met
 
 
 @contextlib.contextmanager
-def taking_other_branches() -> Iterator[None]:
-    """In the block, which runs eagerly, each `tf.cond` takes the branch that it would not take."""
-    with counting_conditions(), _takes_other.set_to(True):
+def taking_other_branches(of: Container[object]) -> Iterator[None]:
+    """In the block, which runs eagerly, each `tf.cond` at these places takes the branch that it would not take."""
+    with noting_conditions(), _takes_other.set_to(of):
         yield
+
+
+class Everywhere:
+    """All places, also those of conditions within a branch that no run has taken yet."""
+
+    def __contains__(self, place: object) -> bool:
+        return True
+
+
+def _code(branch: Callable | None) -> object:
+    """What is the same of a branch in each run."""
+    return getattr(branch, "__code__", None)
 
 
 def _check_can_meet(error: InputError, pred, true_fn: Callable, *, sees_whole_batch: bool) -> None:
@@ -159,7 +173,9 @@ def _agreed(pred) -> tf.Tensor:
     (count,) = collectives.sum_small([tf.cast(pred, tf.float32)])
     agree = (count == 0) | (count == replica_context().num_replicas_in_sync)
     said = "Replicas disagree on the condition of a tf.cond in which they communicate. Replicas on which it is true:"
-    with tf.control_dependencies([tf.debugging.Assert(agree, [said, count])]):
+    with step_context.outside_xla():  # XLA leaves assertions out
+        checked = tf.debugging.Assert(agree, [said, count])
+    with tf.control_dependencies([checked]):
         return tf.identity(pred)
 
 

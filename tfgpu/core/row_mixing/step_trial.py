@@ -292,11 +292,13 @@ class _StepTrial(Trial):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
 
     def _difference(self, batch) -> str | None:
-        with nested_graphs.counting_conditions() as met:
+        with nested_graphs.noting_conditions() as met:
             found = super()._difference(batch)
-        if found == "" and met:
-            with nested_graphs.taking_other_branches():
-                found = super()._difference(batch) or ""
+        others = [*({place} for place in met), nested_graphs.Everywhere()] if met else []
+        for places in others:  # each condition alone, then all together
+            if found == "":
+                with nested_graphs.taking_other_branches(places):
+                    found = super()._difference(batch) or ""
         if found != "" or self._stand_ins is None:
             return found
         whole, *pieces = (self._recorded(batch, 0, ROWS, piece=at) for at in (None, *range(shard_trial.PIECES)))
