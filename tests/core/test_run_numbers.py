@@ -289,6 +289,31 @@ def test_a_number_that_is_0_in_the_first_steps_counts_once(way, traced, caplog):
     assert not [record for record in caplog.records if record.name.startswith("tfgpu")]
 
 
+@pytest.mark.parametrize("rows", [8, 11])
+def test_what_replicas_cannot_exchange_in_a_compiled_function_is_named(rows, caplog):
+    strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    with strategy.scope():
+        mean, state = keras.metrics.Mean(name="mean"), keras.Variable(0.0, trainable=False, name="state")
+
+    @tf.function(jit_compile=True)
+    def inner(x):
+        mean.update_state(tf.reduce_mean(x))
+        state.assign_add(tf.reduce_mean(x))
+        return keras.losses.MeanSquaredError()(x, x + 1)
+
+    def step(x):
+        inner(x)
+
+    data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X[:rows]).batch(4))
+    run = tf.function(lambda x: strategy.run(step, args=(x,)), autograph=False)
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        for x in data:
+            run(x)
+    said = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "cannot communicate" in text]
+    uneven = ["the metric 'mean'", "a loss"] if rows == 11 else []
+    assert sorted(text.split(", ")[1].split(" is in")[0] for text in said) == sorted([*uneven, "the variable 'state'"])
+
+
 def test_a_number_of_rows_that_is_always_0_in_the_trial_is_named(caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         counted(lambda x, rate: tf.reduce_sum(tf.cast(tf.abs(x - X[9, 1]) < 1e-6, tf.float32)), 2, tf.function)

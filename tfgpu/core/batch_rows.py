@@ -1,15 +1,19 @@
 """Which rows of the global batch a replica holds: known from the data, or from a small collective between replicas."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.core import collectives, step_context, travel
 from tfgpu.core.replication import replica_context, replica_number, shard_index
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.step_context import RowRange, Step
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -20,6 +24,7 @@ class GivenRows:
         local: their number, int32 scalar.
         graph: the graph in which the replica began; None if it runs eagerly.
         scalar_ways: by metric, how it counts one number (`row_mixing.scalar_updates`), in the order of first updates.
+        are_even: it is known that all replicas hold the same number of rows.
         counted: names of the metrics that have counted one number in this call.
         range: which rows of the global batch they are, once the replicas have exchanged their numbers of rows.
     """
@@ -27,6 +32,7 @@ class GivenRows:
     local: tf.Tensor
     graph: tf.Graph | None
     scalar_ways: Mapping[str, str]
+    are_even: bool = False
     range: RowRange | None = None
     counted: list[str] = field(default_factory=list)
 
@@ -46,15 +52,15 @@ def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = Non
 
 
 @contextlib.contextmanager
-def given(local: tf.Tensor, scalar_ways: Mapping[str, str]) -> Iterator[None]:
+def given(local: tf.Tensor, scalar_ways: Mapping[str, str], *, are_even: bool = False) -> Iterator[None]:
     """Inside the block, this replica holds `local` rows of a batch; for use outside a step.
 
     Args:
         local: int32 scalar.
-        scalar_ways: as in `GivenRows`.
+        scalar_ways, are_even: as in `GivenRows`.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    with step_context.scope(given_rows=GivenRows(local, graph, scalar_ways)):
+    with step_context.scope(given_rows=GivenRows(local, graph, scalar_ways, are_even)):
         yield
 
 
@@ -104,6 +110,38 @@ def can_communicate() -> bool:
     if step_context.step() is not None or found is None or replica_context() is None:
         return step_context.step() is not None
     return found.graph is (None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
+
+
+def counts_alike(what: str) -> None:
+    """Warns once of what a replica of a `strategy.run` by hand counts without its share of the batch, if that matters.
+
+    Args:
+        what: "the loss 'mse'".
+    """
+    found = step_context.current().given_rows
+    if found is not None and not found.are_even:
+        tell_apart(what, "it counts each replica alike, which differs where replicas hold different numbers of rows")
+
+
+def tell_apart(what: str, becomes: str) -> None:
+    """Warns once of what a replica of a `strategy.run` by hand does where it cannot communicate.
+
+    Args:
+        what: "the variable 'mean'".
+        becomes: in what it differs from one device's.
+    """
+    context, replica = step_context.current(), replica_context()
+    if context.given_rows is None or context.is_trying or replica is None or replica.num_replicas_in_sync == 1:
+        return
+    told = vars(slots.of(replica.strategy)).setdefault("told_apart", set())
+    if what not in told:
+        told.add(what)
+        _log.warning(
+            "In a function of `strategy.run`, %s is in a condition, a loop or a tf.function, where replicas cannot "
+            "communicate: %s. Move it to the function that `strategy.run` runs.",
+            what,
+            becomes,
+        )
 
 
 def _is_within(graph: tf.Graph | None) -> bool:

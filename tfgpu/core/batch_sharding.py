@@ -174,6 +174,16 @@ def num_rows(data) -> tf.Tensor:
     return tf.constant(1)
 
 
+def are_even(strategy: tf.distribute.Strategy, values: object) -> bool:
+    """Whether it is known that all replicas of this process hold the same number of rows of distributed values."""
+    held = [each for each in tf.nest.flatten(values) if isinstance(each, distribute.PerReplica)]
+    for rows in map(strategy.experimental_local_results, held):
+        counts = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else -1 for each in rows}
+        if len(counts) > 1 or None in counts:
+            return False
+    return True
+
+
 def with_stand_in_row(value):
     """The tensor; if it is empty, a row of ones (zeros for integers), which is safe in logarithms and norms."""
     if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:

@@ -35,7 +35,10 @@ def keep_losses_local() -> None:
             if step_context.step() is not None:
                 return value
             share = batch_rows.known_share()
-            return stock(value) if share is None else by(value, tf.cast(share, value.dtype))
+            if share is None:
+                batch_rows.counts_alike("a loss")
+                return stock(value)
+            return by(value, tf.cast(share, value.dtype))
 
 
 def keep_own_means_local() -> None:

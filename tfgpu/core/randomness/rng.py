@@ -95,11 +95,12 @@ def _wrap_run() -> None:
         changes = slots.get(self, "changes_in_python", {}).get(code, ())
         scalar_ways = slots.get(self, "scalar_ways", {}).get(code, {})
         python.note([body], changes)
+        are_even = batch_sharding.are_even(self, given) and not replication.spans_processes(self)
 
         @tf.autograph.experimental.do_not_convert
         def with_rows(*args, **kwargs):
             held = [v for v, is_own in zip(tf.nest.flatten((args, kwargs)), is_distributed, strict=True) if is_own]
-            rows = batch_rows.given(batch_sharding.num_rows(held), scalar_ways)
+            rows = batch_rows.given(batch_sharding.num_rows(held), scalar_ways, are_even=are_even)
             with python.on_replica(), rows, trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 

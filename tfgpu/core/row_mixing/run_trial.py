@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
-from tfgpu.core import extensions, replica_attributes, replication, step_context, worker_rows
+from tfgpu.core import batch_sharding, extensions, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import captures, choices, comparison, draws, row_sums, scalar_updates, verdicts
 from tfgpu.core.row_mixing.part_trial import CLOSE_IN_16_BITS, CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import NOT_ZERO, Recorder
@@ -48,18 +48,8 @@ def _observe(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs
     tried, even = known.setdefault("tried_functions", set()), known.setdefault("even_functions", {})
     if _code(fn) not in tried:
         _judge(strategy, fn, args, kwargs)
-    if _code(fn) in even and not _are_even(strategy, args, kwargs):
+    if _code(fn) in even and not batch_sharding.are_even(strategy, (args, kwargs)):
         _judge_uneven(strategy, fn, args, kwargs, even.pop(_code(fn)))
-
-
-def _are_even(strategy: tf.distribute.Strategy, args: tuple, kwargs: dict) -> bool:
-    """Whether it is known that all replicas of this process hold the same number of rows."""
-    held = [each for each in tf.nest.flatten((args, kwargs)) if isinstance(each, distribute.PerReplica)]
-    for rows in map(strategy.experimental_local_results, held):
-        counts = {each.shape[0] if tf.is_tensor(each) and each.shape.rank else -1 for each in rows}
-        if len(counts) > 1 or None in counts:
-            return False
-    return True
 
 
 def _is_tried(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> bool:

@@ -62,6 +62,8 @@ def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sam
     if way == AS_IT_IS:
         return stock(metric, values, sample_weight)
     values, share = tf.convert_to_tensor(values), batch_rows.known_share()
+    if share is None:
+        batch_rows.counts_alike(f"the metric {metric.name!r}")
     share = 1.0 / step_context.num_replicas(values.dtype) if share is None else tf.cast(share, values.dtype)
     values = tf.where(share > 0, values, tf.zeros_like(values))
     if way == PART:

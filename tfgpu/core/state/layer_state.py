@@ -77,6 +77,7 @@ def assign_for_all() -> None:
             replication.check_is_replicated(self)
             return _assign_here(self, _once(self, value))
         if not _is_shared():
+            _tell_own(self, value)
             return stock(self, value)
         replication.check_is_replicated(self)
         if self.synchronization == "on_read":
@@ -95,6 +96,16 @@ def assign_for_all() -> None:
     for layer in ("BatchNormalization", "SpectralNormalization"):
         _keep_own(f"keras.layers.{layer}.call")
     _keep_own("SeedGenerator.next")
+
+
+def _tell_own(variable, value: tf.Tensor) -> None:
+    """Says that each replica of a loop by hand keeps a value of its own, where they cannot meet."""
+    context = step_context.current()
+    if context.given_rows is None or context.keeps_own_state or step_context.gradients_are_summed():
+        return
+    is_alike = variable.synchronization == "on_read" or in_stateless_scope() or batch_rows.can_communicate()
+    if not is_alike and not is_same_everywhere(value):
+        batch_rows.tell_apart(f"the variable {variable.path!r}", "each replica keeps the value of its own rows")
 
 
 def agreed(variable, value: tf.Tensor) -> tf.Tensor:
