@@ -63,6 +63,10 @@ class Fails(keras.callbacks.Callback):
 found = {"apart": fit(3, Last(folder / "apart"))}
 found["cannot write"] = fit(50, Checkpoint(folder / "cannot write"), At(lambda: allow(1000)))
 allow(resource.RLIM_INFINITY)
+shared = tfgpu.checkpoint.Writer()
+(folder / "file").write_text("in the way")
+metrics = tfgpu.callbacks.MetricsFile(folder / "file" / "metrics.csv" if rank == 0 else None, writer=shared)
+found["shared"] = fit(50, metrics, Checkpoint(folder / "shared", writer=shared))
 x = np.ones((24, 4), "float32")
 found["left"] = fit(1, Checkpoint(folder / "left", every_steps=1), Fails())
 (folder / f"done {rank}").touch()
@@ -79,6 +83,9 @@ def test_workers_agree_on_a_save_while_they_train(together, tmp_path):
     assert chief["cannot write"]["steps"] == other["cannot write"]["steps"] < 50
     assert "File too large" in chief["cannot write"]["said"] and "Writing " in chief["cannot write"]["said"]
     assert "File too large" in other["cannot write"]["said"]
+
+    assert chief["shared"]["steps"] == other["shared"]["steps"] < 50
+    assert "metrics.csv failed" in chief["shared"]["said"] and "failed on another worker" in other["shared"]["said"]
 
     assert other["left"]["said"] == "RuntimeError: a callback of worker 1"
     assert "a callback of worker 1" in chief["left"]["said"] and "Writing" not in chief["left"]["said"]

@@ -1,6 +1,6 @@
 """Each epoch's logs for TensorBoard, written in the background."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ class EventsFile(keras.callbacks.Callback):
         writer: writes the files; it can be shared with other callbacks. Default: a new one.
 
     Raises:
-        MachineError: an event could not be written; raised at the end of the next epoch or of the training.
+        MachineError: an event could not be written; raised at the end of the next epoch or of the training. If a
+            `Checkpoint` on several workers has the same writer, that raises it, on all workers.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -45,12 +46,16 @@ class EventsFile(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._directory is not None and logs:
             values = {name: float(value) for name, value in logs.items()}
-            self._writer.put(self._directory, lambda: self._write(epoch, values))
+            self._put(lambda: self._write(epoch, values))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._directory is not None:
-            self._writer.put(self._directory, self._close)
-            self._writer.wait()
+            self._put(self._close)
+            if not self._writer.is_led:
+                self._writer.wait()
+
+    def _put(self, write: Callable[[], None]) -> None:
+        self._writer.put(self._directory, write, raises=not self._writer.is_led)
 
     def _write(self, epoch: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

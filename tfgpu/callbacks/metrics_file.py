@@ -1,6 +1,7 @@
 """The metrics of a run as a CSV file with one row per epoch."""
 
 import csv
+import functools
 import io
 import statistics
 import time
@@ -33,7 +34,8 @@ class MetricsFile(keras.callbacks.Callback):
     (seconds, without validation), and the memory peaks if `Memory` comes before it.
 
     Raises:
-        MachineError: the file could not be written; raised at the end of the next epoch or of the training.
+        MachineError: the file could not be written; raised at the end of the next epoch or of the training. If a
+            `Checkpoint` on several workers has the same writer, that raises it, on all workers.
 
     Example:
         model.fit(x, y, callbacks=[MetricsFile("run/metrics.csv")])
@@ -76,7 +78,8 @@ class MetricsFile(keras.callbacks.Callback):
         self.write()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._writer.wait()
+        if not self._writer.is_led:
+            self._writer.wait()
 
     def write(self) -> None:
         """Passes the current rows to the writer; does nothing without a path or rows."""
@@ -90,4 +93,5 @@ class MetricsFile(keras.callbacks.Callback):
         table.writeheader()
         for number, row in enumerate(self.rows, start=1):
             table.writerow({**row, "epoch": number})
-        self._writer.put(self._path, lambda: atomic.write_text(self._path, text.getvalue()))
+        write = functools.partial(atomic.write_text, self._path, text.getvalue())
+        self._writer.put(self._path, write, raises=not self._writer.is_led)

@@ -1,9 +1,10 @@
 """The background writer: writes files in order in one thread, and reports every error."""
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,9 @@ class Writer:
     Args:
         most: how many writes may be pending.
 
+    Attributes:
+        is_led: a `Checkpoint` on several workers raises the errors, on all of them; other callbacks raise none.
+
     Raises:
         InputError: `most` is not an integer of at least 1.
 
@@ -42,7 +46,16 @@ class Writer:
         self._jobs: deque[tuple[str, Callable[[], object]]] = deque()
         self._failed: list[tuple[str, BaseException]] = []
         self._changed = threading.Condition()
-        self._is_running = False
+        self._is_running = self.is_led = False
+
+    @contextlib.contextmanager
+    def led(self) -> Iterator[None]:
+        """Inside the block who shares this leaves the errors to the one that leads."""
+        self.is_led = True
+        try:
+            yield
+        finally:
+            self.is_led = False
 
     @property
     def has_failed(self) -> bool:

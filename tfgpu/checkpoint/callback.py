@@ -168,6 +168,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._run.exits.enter_context(self._preemption.listening(self._leave_on))
         self._run.exits.enter_context(self._parts)
         self._run.exits.enter_context(self._writer)  # A `fit` that fails finishes writing before another one reads.
+        if spans:  # the chief alone would leave, and the others wait for it
+            self._run.exits.enter_context(self._writer.led())
         if self._every is not None:
             self._run.ends.append(lambda: self._every - self._progress.step % self._every)
         self._progress.first = self._saved = None
