@@ -293,8 +293,9 @@ class Checkpoint(keras.callbacks.Callback):
         except Exception as error:
             if is_alone:
                 raise
-            self._unsaved, write = self._unsaved or error, self._parts.no_job()
-        self._writer.put(path, write, raises=is_alone)  # waits for no other worker; for failures see `_must_stop`
+            self._unsaved, write = self._unsaved or error, self._parts.no_job(position)
+        # Waits until the save before the last is written, by all workers. For failures see `_must_stop`.
+        self._writer.put(path, write, raises=is_alone)
 
     def _memory(self, random) -> dict[str, Any]:
         return {

@@ -66,27 +66,24 @@ class PartsWriter:
 
         return write
 
-    def no_job(self, seconds: float = LONGEST_S) -> Callable[[], None]:
-        """What takes a job's place on a worker that cannot make it: none writes that checkpoint.
+    def no_job(self, position: Position) -> Callable[[], None]:
+        """What takes a job's place on a worker that cannot make it: none writes that checkpoint."""
 
-        Args:
-            seconds: how long to try to tell the others.
-        """
-
-        def leave() -> None:
+        def skip() -> None:
             self._number += 1
             if self._disks.count > 1:
-                _Save(self._directory / "none", self._disks, self._number).leave(seconds)
+                _Save(self._directory / position.name, self._disks, self._number).skip()
 
-        return leave
+        return skip
 
     def __enter__(self) -> "PartsWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and self._disks.writes:
-            with contextlib.suppress(MachineError):  # the others find out that this one is gone
-                self.no_job(_FAREWELL_S)()
+        if kind is None or not self._disks.writes or self._disks.count == 1:
+            return
+        with contextlib.suppress(MachineError):  # the others find out that this one is gone
+            _Save(self._directory / "none", self._disks, self._number + 1).leave(_FAREWELL_S)
 
 
 class _Save:
@@ -132,6 +129,13 @@ class _Save:
     def leave(self, seconds: float = LONGEST_S) -> None:
         """Tells the others that there will be no such checkpoint."""
         self._tell_instead({"left": True}, seconds)
+
+    def skip(self) -> None:
+        """Takes no part, and removes what the others of this disk write aside."""
+        self.leave()
+        if self._disks.is_leader:
+            self._wait_for_parts()
+            atomic.remove(self._aside)
 
     def _write_own(self, position: Position, saved: StateParts, memory: Any) -> dict[str, Any]:
         facts = {}
@@ -185,14 +189,15 @@ class _Save:
 
     def _clear(self) -> None:
         """Removes what is left aside, once no worker of this disk writes there any more."""
-        if not self._aside.exists():
-            return
+        if self._aside.exists():
+            self._wait_for_parts()
+            atomic.remove(self._aside)
+
+    def _wait_for_parts(self) -> None:
+        """Waits until each worker of this disk has written its part, or says that it will not."""
         for rank in self._disks.members:
-            try:
+            with contextlib.suppress(MachineError):  # it is gone
                 self._messages.wait(f"part/{rank}", rank)
-            except MachineError:
-                continue  # it is gone
-        atomic.remove(self._aside)
 
 
 def _scope(disks: Disks, number: int) -> str:
