@@ -240,15 +240,16 @@ def test_two_workers_sum_known_numbers(together):
 
 
 STRATEGIES_SCRIPT = """
-import json, os, time
+import json, os, sys, time
 import tensorflow as tf
 import tfgpu
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+tfgpu.repair_keras()
 sums = []
 for number in range(3):
     if number and index == 0:
         time.sleep(3)  # the other begins its first collective
-    strategy = tfgpu.strategy()
+    strategy = eval(sys.argv[1])
     replica = lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(number) + index)
     sums.append(int(tf.function(lambda: strategy.run(replica))()))
 print(json.dumps(sums))
@@ -257,8 +258,10 @@ print(json.dumps(sums))
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_workers_make_several_strategies(together):
-    assert together(STRATEGIES_SCRIPT, {"worker": 2}, wait_for="") == {"worker0": [1, 3, 5], "worker1": [1, 3, 5]}
+@pytest.mark.parametrize("make", ["tfgpu.strategy()", "tf.distribute.MultiWorkerMirroredStrategy()"])
+def test_workers_make_several_strategies(together, make):
+    answers = together(STRATEGIES_SCRIPT, {"worker": 2}, make, wait_for="", timeout=100)
+    assert answers == {"worker0": [1, 3, 5], "worker1": [1, 3, 5]}
 
 
 # y = w x from w = 0, so d/dw (w x - y)^2 = -2 x y. Replica r of 4 has x = r + 1 and y = 1: the gradients' sum is -20.

@@ -18,7 +18,8 @@ def separate_collective_keys() -> None:
 
     TensorFlow names a collective by a group key and an instance key, and never forgets one. Every new strategy starts
     at the same numbers, so a second MirroredStrategy meets the first one's leftovers: "Shape mismatch in the collective
-    instance", a wrong sum, or the death of the process. Notebooks, tests and searches make many strategies.
+    instance", a wrong sum, or the death of the process. Notebooks, tests and searches make many strategies. Those of
+    several workers share the collectives that the first one has started.
     """
     for cls in (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy):
         numbers = itertools.count(1)  # 0 belongs to strategies made before this repair
@@ -26,7 +27,8 @@ def separate_collective_keys() -> None:
         @wrap(cls, "__init__")
         def init(stock, self, *args, numbers=numbers, **kwargs):
             distribute.set_collective_key_base(self, KEYS_A_STRATEGY * next(numbers))
-            stock(self, *args, **kwargs)
+            with distribute.started_collectives_kept():
+                stock(self, *args, **kwargs)
 
 
 def second_strategy_reuses_keys() -> bool:

@@ -4,7 +4,6 @@ import tensorflow as tf
 
 from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
-from tfgpu.compat.distribute import started_collectives_kept
 from tfgpu.compat.worker_devices import devices_initialized, worker_devices
 from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
 from tfgpu.core.dealing import sharing
@@ -100,7 +99,7 @@ def _make(
     options: tf.distribute.experimental.CommunicationOptions,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     try:
-        with worker_devices([device.name for device in chosen]), started_collectives_kept():
+        with worker_devices([device.name for device in chosen]):
             return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
     except (RuntimeError, ValueError) as error:
         # TensorFlow's messages for "the devices have started" and "another cluster is configured".
