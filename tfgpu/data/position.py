@@ -156,7 +156,6 @@ class Numbers:
     """
 
     _PER_COUNT = 4  # one Philox counter makes four 32-bit numbers
-    _PHILOX = 1
 
     def __init__(self, *, seed: int, epoch: tf.Tensor, start: tf.Tensor, count: tf.Tensor | int):
         self.count = tf.cast(count, tf.int32)
@@ -186,7 +185,7 @@ class Numbers:
                 shape=tf.stack([count, groups * self._PER_COUNT]),
                 key=self._philox_key,
                 counter=tf.stack([start * tf.constant(groups, tf.uint64), tf.constant(stream, tf.uint64)]),
-                alg=self._PHILOX,
+                alg=tf.random.Algorithm.PHILOX.value,
             )[:, :width]
 
         if self._start.shape.rank == 0:

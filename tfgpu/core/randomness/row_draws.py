@@ -24,8 +24,6 @@ from tfgpu.compat.tensorflow import tensor_util
 from tfgpu.core import batch_rows, step_context
 from tfgpu.core.randomness.tensor_origin import DATA, WEIGHTS, origin_of
 
-_PHILOX = 1
-
 
 @dataclass(frozen=True)
 class RowDraw:
@@ -144,7 +142,7 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
 
     def from_group(groups, shape):
         first = counter + tf.stack([tf.cast(groups, tf.uint64), tf.zeros([], tf.uint64)])
-        return operation(shape=shape, key=key, counter=first, alg=_PHILOX)
+        return operation(shape=shape, key=key, counter=first, alg=tf.random.Algorithm.PHILOX.value)
 
     if each is not None and each % group == 0:
         out = from_group(tf.cast(rows.start, tf.int64) * (each // group), rows.shape)

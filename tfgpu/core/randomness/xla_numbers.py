@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfgpu.compat.tensorflow import tensor_util
 
-_PHILOX = 1
 _BITS = {"float32": (tf.uint32, 9), "float64": (tf.uint64, 12)}  # the bits of a number, and how many are dropped
 Size = int | tf.Tensor
 
@@ -27,7 +26,7 @@ def uniform(shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: str) ->
         counter: uint64 of shape [2].
         dtype: of the result.
     """
-    dtype, how = tf.as_dtype(dtype), dict(shape=shape, key=key, counter=counter, alg=_PHILOX)
+    dtype, how = tf.as_dtype(dtype), dict(shape=shape, key=key, counter=counter, alg=tf.random.Algorithm.PHILOX.value)
     if dtype == tf.float16:  # the one dtype of which both make the same
         return tf.raw_ops.StatelessRandomUniformV2(dtype=dtype, **how)
     computed = computed_dtype(dtype)
@@ -49,7 +48,7 @@ def is_uniform_at_least(limit: float, shape: tf.Tensor, key: tf.Tensor, counter:
         return tf.zeros(shape, tf.bool)
     least = math.ceil(limit * 2 ** (8 * bits_dtype.size - dropped))
     bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        dtype=bits_dtype, shape=shape, key=key, counter=counter, alg=_PHILOX
+        dtype=bits_dtype, shape=shape, key=key, counter=counter, alg=tf.random.Algorithm.PHILOX.value
     )
     return bits >= tf.constant(least << dropped, bits_dtype)
 
