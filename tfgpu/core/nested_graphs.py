@@ -17,6 +17,8 @@ from tfgpu.errors import InputError
 
 _met = step_context.Slot("nested_graphs.met")  # conditions, while a step is tried
 _takes_other = step_context.Slot("nested_graphs.takes_other")
+_stays_whole = step_context.Slot("nested_graphs.stays_whole")  # the next tf.function is called as one
+_VECTORIZED = "tf.vectorized_map", "tf.GradientTape.jacobian", "tf.GradientTape.batch_jacobian"
 
 
 def inline_functions() -> None:
@@ -30,9 +32,44 @@ def inline_functions() -> None:
     def call(stock, self, *args, **kwargs):
         is_tried = step_context.current().is_trying and tf.executing_eagerly()  # its numbers are looked at
         in_step = step_context.step() is not None and not tf.executing_eagerly()
-        if not (is_tried or in_step) or private.asks_for_xla(self):
-            return stock(self, *args, **kwargs)
+        if _stays_whole.get() or not (is_tried or in_step) or private.asks_for_xla(self):
+            with _stays_whole.set_to(False):
+                return stock(self, *args, **kwargs)
         return private.python_function_of(self)(*args, **kwargs)
+
+
+def vectorize_apart() -> None:
+    """Gives what TensorFlow vectorizes, jacobians too, a graph of its own.
+
+    TensorFlow rewrites the operations of one row for all rows, and would rewrite collectives among them.
+    """
+    for each in _VECTORIZED:
+        wrap(each)(functools.partial(_apart, each.rpartition(".")[2]))
+
+
+def _apart(name: str, stock: Callable, *args, **kwargs):
+    """Calls what vectorizes within a tf.function; in a trial, which runs eagerly, TensorFlow makes one itself."""
+    is_eager, status = tf.executing_eagerly(), private.autograph_status()
+
+    def call():
+        with status:
+            return stock(*args, **kwargs)
+
+    context = replica_context()
+    is_alone = context is None or context.num_replicas_in_sync == 1
+    if is_alone and not step_context.current().is_trying:
+        return stock(*args, **kwargs)
+    try:
+        with _stays_whole.set_to(True):
+            return stock(*args, **kwargs) if is_eager else own(call)()
+    except ValueError as error:
+        found = error if isinstance(error, collectives.CannotCommunicate) else error.__context__  # of TensorFlow's own
+        if not isinstance(found, collectives.CannotCommunicate):
+            raise
+        raise InputError(
+            f"Replicas cannot communicate inside `{name}`, as BatchNormalization, a layer that mixes rows and a "
+            "gradient's gradient over the whole batch must. Use `tape.gradient` instead."
+        ) from error
 
 
 def communicate_in_conditions() -> None:

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from tfgpu.core import nested_graphs
 from tfgpu.core.row_mixing import (
     all_rows,
     coupled_losses,
@@ -30,6 +31,7 @@ def show_whole_batch() -> None:
     """Steps of the user's own are tried, and see the whole batch if they mix rows."""
     step_recorder.isolate_trials()
     run_trial.try_functions_of_run()
+    nested_graphs.vectorize_apart()
     whole_batch.show_whole_batch()
 
 

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 from tfgpu.core import batch_rows, collectives, step_context, travel
 
+_in_jacobian = step_context.Slot("row_sums.in_jacobian")
+
 
 class Meets(Exception):
     """A function that is tried on drawn rows brings the replicas' rows together by itself."""
@@ -80,7 +82,7 @@ class Meetings:
         return found
 
 
-def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False) -> list[tf.Tensor]:
+def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False, are_used_alike: bool = False) -> list[tf.Tensor]:
     """Sums tensors over all replicas, in one differentiable collective.
 
     The step weighs the replicas' gradients by their shares of the batch. In Keras's `train_step` the loss itself is
@@ -91,6 +93,7 @@ def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False) -> list[t
     Args:
         values: of the same shapes on all replicas.
         are_apart: a value whose sum has no part in the loss has no gradient (None), although other values have one.
+        are_used_alike: all replicas compute the same of the sums, so that these have the same gradient on each.
     """
     facts = step_context.step()
     weigh_at_end = facts is not None and not facts.loss_is_weighed
@@ -102,8 +105,18 @@ def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False) -> list[t
         sums = add([step_context.times_share(value) for value in values])
         return [tf.math.divide_no_nan(total, tf.cast(facts.share, total.dtype)) for total in sums]
 
+    def add_gradients(values: list) -> list:
+        if are_used_alike and _in_jacobian.get():
+            return [value * step_context.num_replicas(value.dtype) for value in values]
+        return add_weighed(values) if weigh_at_end else add(values)
+
     function = _linear_apart if are_apart and len(values) > 1 else _linear
-    return function(add, add_weighed if weigh_at_end else add)(*values)
+    return function(add, add_gradients)(*values)
+
+
+def in_jacobian() -> contextlib.AbstractContextManager:
+    """In the block gradients are taken of one number after another, in a loop in which replicas cannot meet."""
+    return _in_jacobian.set_to(True)
 
 
 def _linear(forward: Callable[[list], list], backward: Callable[[list], list]) -> Callable:
@@ -216,11 +229,11 @@ def meetings() -> Meetings:
     return recorder.meetings
 
 
-def all_rows(rows: tf.Tensor) -> tf.Tensor:
+def all_rows(rows: tf.Tensor, *, are_used_alike: bool = False) -> tf.Tensor:
     """The rows of all replicas, in the order of the batch, on each replica; differentiable for floats.
 
     Takes numbers of any dtype, and booleans. A stand-in row, of a replica without rows, is left out. A replica that
-    communicates with no other gets its own rows.
+    communicates with no other gets its own rows. `are_used_alike` is as in `over_replicas`.
     """
     if step_context.current().is_trying and step_context.step() is None:
         return meetings().gathered(tf.convert_to_tensor(rows))
@@ -231,7 +244,10 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     own = tf.where(step_context.has_rows(), sent, tf.zeros_like(sent))
     table = tf.pad(own, [[offset, total - offset - count], *[[0, 0]] * (own.shape.rank - 1)])
     table = tf.ensure_shape(table, [_known_total(rows), *sent.shape[1:]])
-    (table,) = over_replicas([table]) if rows.dtype.is_floating else collectives.all_reduce([table])
+    if rows.dtype.is_floating:
+        (table,) = over_replicas([table], are_used_alike=are_used_alike)
+    else:
+        (table,) = collectives.all_reduce([table])
     return tf.ensure_shape(travel.from_sum(table, rows.dtype), [_known_total(rows), *rows.shape[1:]])
 
 

@@ -30,6 +30,7 @@ from tfgpu.core import batch_sharding, collectives, replication, step_context, w
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.step_context import RowRange, Step
+from tfgpu.errors import InputError
 
 _UNEQUAL = (
     "A layer was called with tensors of unequal numbers of rows, in a train_step that sees the whole batch. Give what "
@@ -84,6 +85,18 @@ def show_whole_batch() -> None:
             return stock(self, target, sources, output_gradients, *args, **kwargs)
         return _gradient(whole, functools.partial(stock, self), target, sources, output_gradients, args, kwargs)
 
+    @wrap("tf.GradientTape.jacobian")
+    def jacobian(stock, self, target, sources, *args, **kwargs):
+        if _whole() is None:
+            return stock(self, target, sources, *args, **kwargs)
+        return _jacobian(functools.partial(stock, self, target), sources, args, kwargs)
+
+    @wrap("tf.GradientTape.batch_jacobian")
+    def batch_jacobian(stock, self, target, source, *args, **kwargs):
+        if _whole() is None:
+            return stock(self, target, source, *args, **kwargs)
+        return _jacobian(functools.partial(stock, self, target), source, args, kwargs)
+
     @wrap("tf.GradientTape.watch")
     def watch(stock, self, tensor):
         whole = _whole()
@@ -112,6 +125,17 @@ def _gradient(whole: WholeBatch, stock: Callable, target, sources, output_gradie
     return tf.nest.pack_sequence_as(
         sources, [g if k is not None else next(sums) for g, k in zip(found, kept, strict=True)]
     )
+
+
+def _jacobian(stock: Callable, sources, args: tuple, kwargs: dict):
+    """As `_gradient`: each replica derives its part of all numbers, and the parts are summed after the loop."""
+    whole, flat = _whole(), tf.nest.flatten(sources)
+    if any(id(each) in whole.own_rows for each in flat):
+        raise InputError("Watch what a jacobian is taken by: `tape.watch(x)`, before the model is called on it.")
+    with row_sums.in_jacobian(), step_context.scope(step=dataclasses.replace(step_context.step(), whole=None)):
+        found = tf.nest.flatten(stock(sources, *args, **kwargs))
+    parts = [None if each is None else each / tf.cast(whole.count, each.dtype) for each in found]
+    return tf.nest.pack_sequence_as(sources, _summed(parts, flat))
 
 
 def run(step: Callable, data):
@@ -246,7 +270,7 @@ def _of_batch(whole: WholeBatch, value, held, rows: RowRange):
         return value
     if not _has_rows(value) or not _are_rows(value, held):
         return _mean_by_rows(value)
-    found = _gathered(value)
+    found = row_sums.all_rows(value, are_used_alike=True)
     mask = private.get_mask(value)
     if mask is not None:
         private.set_mask(found, row_sums.all_rows(mask))
@@ -270,7 +294,7 @@ def _mean_by_rows(value):
     """The mean over replicas, each weighed by its rows; of whole numbers, the first replica's."""
     value = tf.convert_to_tensor(value)
     if value.dtype.is_floating:
-        return row_sums.over_replicas([step_context.times_share(value)])[0]
+        return row_sums.over_replicas([step_context.times_share(value)], are_used_alike=True)[0]
     is_first = replication.replica_context().replica_id_in_sync_group == 0
     return collectives.all_reduce([tf.where(is_first, value, tf.zeros_like(value))])[0]
 
@@ -316,4 +340,4 @@ def _summed(gradients: list, sources: list) -> list:
 
 def _differentiable_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
     sent = collectives.to_reduce_dtype(values)
-    return collectives.from_reduce_dtype(row_sums.over_replicas(sent), values)
+    return collectives.from_reduce_dtype(row_sums.over_replicas(sent, are_used_alike=True), values)
