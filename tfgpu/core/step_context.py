@@ -109,6 +109,7 @@ class StepContext:
         draws_alike: random draws are the same on all replicas.
         draws_follow_input: random draws have the shape of a layer's input.
         draw_shard: the part of a draw that this device computes.
+        draws_by_tensorflow: how many draws by `tf.random` all replicas have made alike.
         draws_as_xla: XLA compiles the step on one device, so random numbers are those that it makes.
         batch_rows: of a full batch, where the data says it.
         losses_are_plain: a metric computes a loss of Keras's, which is then one of this replica's rows alone.
@@ -134,6 +135,7 @@ class StepContext:
     draws_alike: bool = False
     draws_follow_input: bool = False
     draw_shard: "DrawShard | None" = None
+    draws_by_tensorflow: int = 0
     draws_as_xla: bool = False
     batch_rows: int | None = None
     losses_are_plain: bool = False

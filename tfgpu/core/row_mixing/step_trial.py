@@ -125,16 +125,16 @@ class _Question:
         except row_sums.Meets:
             return self._meets()
         self._keep_python(tried, python)
-        if tried.differs:
-            self._tell_whole(tried)
-            return True
-        self._note(verdicts.BY_ROWS, "", verdicts.TRIED, 0)
         if tried.draws:
             _log.warning(
                 "%s draws random numbers by tf.random, so each replica draws others than one device. Use "
                 "`keras.random` with a `keras.random.SeedGenerator`.",
                 self._name,
             )
+        if tried.differs:
+            self._tell_whole(tried)
+            return True
+        self._note(verdicts.BY_ROWS, "", verdicts.TRIED, 0)
         return False
 
     def _keep_python(self, tried: Tried, python: PythonState | None) -> None:

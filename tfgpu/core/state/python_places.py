@@ -274,8 +274,13 @@ def generator(thing: Any) -> Content | None:
     if isinstance(thing, np.random.BitGenerator):
         return Content(thing, lambda it: it.state, lambda it, state: setattr(it, "state", state))
     if isinstance(thing, tf.random.Generator):
-        return Content(thing, lambda it: tf.identity(it.state), lambda it, state: it.reset(state), lambda a, b: True)
+        return Content(thing, _state_of, lambda it, state: it.reset(state), lambda a, b: True)
     return None
+
+
+def _state_of(it: tf.random.Generator) -> tf.Tensor:
+    with tf.init_scope():  # else a number of the graph that is traced, which no trial can read
+        return tf.identity(it.state)
 
 
 def items_of(value: Any) -> list[tuple[str, object]]:
