@@ -17,6 +17,7 @@ from tfgpu.errors import InputError
 
 _met = step_context.Slot("nested_graphs.met")  # conditions, while a step is tried
 _takes_other = step_context.Slot("nested_graphs.takes_other")
+_decided = step_context.Slot("nested_graphs.decided")
 _stays_whole = step_context.Slot("nested_graphs.stays_whole")  # the next tf.function is called as one
 _VECTORIZED = "tf.vectorized_map", "tf.GradientTape.jacobian", "tf.GradientTape.batch_jacobian"
 
@@ -81,6 +82,8 @@ def communicate_in_conditions() -> None:
 
     @wrap("cond_module.cond")
     def cond(stock, pred, true_fn=None, false_fn=None, *args, **kwargs):
+        if (decided := _decided.get()) is not None:
+            decided.append(pred)
         if (met := _met.get()) is not None and tf.executing_eagerly():
             place = _code(true_fn), _code(false_fn)
             met[place] = True
@@ -149,6 +152,23 @@ class Everywhere:
 def _code(branch: Callable | None) -> object:
     """What is the same of a branch in each run."""
     return getattr(branch, "__code__", None)
+
+
+def note_decisions() -> None:
+    """Notes where an eager tensor is taken for true or false, as `tf.while_loop` does."""
+
+    @wrap(private.EagerTensor, "__bool__")
+    def decide(stock, self):
+        if (decided := _decided.get()) is not None:
+            decided.append(self)
+        return stock(self)
+
+
+@contextlib.contextmanager
+def counting_decisions() -> Iterator[list]:
+    """In the block, which runs eagerly, notes what decides by a number: conditions, and loops that end by one."""
+    with _decided.set_to([]):
+        yield _decided.get()
 
 
 def _check_can_meet(error: InputError, pred, true_fn: Callable, *, sees_whole_batch: bool) -> None:

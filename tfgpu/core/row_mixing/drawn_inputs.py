@@ -11,9 +11,10 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.core import batch_rows, step_context
 from tfgpu.core.row_mixing import draws
-from tfgpu.core.row_mixing.isolation import TrialShard
+from tfgpu.core.row_mixing.isolation import TrialShard, shards_of
 
 _ROWS = (7, 8)  # the second for what takes an even number
+_UNEVEN = 0.05, 4.0
 _WORDS = ("a", "b c", "the", "")
 
 
@@ -67,11 +68,13 @@ class Drawn:
         tensors: for `DrawnInputs.arguments`.
         rows: of the batch.
         is_cut: long axes are cut.
+        is_uneven: the rows of one part are small, those of the other large.
     """
 
     tensors: list[tf.Tensor]
     rows: int
     is_cut: bool
+    is_uneven: bool = False
 
 
 class DrawnInputs:
@@ -127,6 +130,22 @@ class DrawnInputs:
             return None
         source = np.random.default_rng(0)
         return [self._drawn(source, spec, shape, kind) for spec, shape in zip(self.specs, shapes, strict=True)]
+
+    def uneven(self, draw: Drawn) -> Drawn:
+        """The same draw with the first part's rows small and the others large: each part may decide otherwise."""
+        first = shards_of(draw.rows)[1].count
+        sizes = np.where(np.arange(draw.rows) < first, *_UNEVEN)
+
+        def sized(spec: Spec, tensor: tf.Tensor) -> tf.Tensor:
+            if spec.rows_each is None or not tf.as_dtype(spec.dtype).is_floating:
+                return tensor
+            each = np.repeat(sizes, spec.rows_each).reshape(-1, *[1] * (tensor.shape.rank - 1))
+            found = tensor * tf.cast(each, tensor.dtype)
+            private.set_mask(found, private.get_mask(tensor))
+            return found
+
+        tensors = [sized(spec, tensor) for spec, tensor in zip(self.specs, draw.tensors, strict=True)]
+        return Drawn(tensors, draw.rows, draw.is_cut, is_uneven=True)
 
     def arguments(self, tensors: list[tf.Tensor], shard: TrialShard) -> tuple[object, list[tf.Tensor]]:
         """The arguments that a replica with these rows gets, and their tensors.

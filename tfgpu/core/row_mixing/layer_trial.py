@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
-from tfgpu.core import step_context
+from tfgpu.core import nested_graphs, step_context
 from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, shard_trial
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import TrialShard
@@ -180,11 +180,15 @@ class LayerTrial:
         drawn, rows, is_cut = draw.tensors, draw.rows, draw.is_cut
         whole_shard, *halves = isolation.shards_of(rows)
         self._recorder = Recorder()
-        whole = self._outcome(drawn, whole_shard)
+        with nested_graphs.counting_decisions() as decided:
+            whole = self._outcome(drawn, whole_shard)
         if not all(np.isfinite(each).all() for each in (*whole.values, *whole.losses) if each.dtype.kind == "f"):
             return None
         difference = self._difference(drawn, whole, halves, is_cut=is_cut)
         if difference is None:
+            uneven = [self._inputs.uneven(draw)] if decided and not draw.is_uneven else []
+            if (other := draws.judged(uneven, self._judged).verdict) is not None:
+                return other
             is_marked = any(choices.of(each) == choices.ON_ALL_ROWS for each in self._within)
             return Verdict(Needs.ITS_PARTS if is_marked else Needs.ITS_ROWS)
         self._recorder.is_on = False
