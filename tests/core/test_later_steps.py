@@ -55,6 +55,23 @@ class RaisedOwn(Raised):
         self.weight = tf.Variable(0.0)
 
 
+class Falls(Warm):
+    """Learns from the share of rows whose losses are smallest; a callback makes it 0.5, and at first it is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight.assign(1.0)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+            count = ops.ceil(self.weight * ops.cast(ops.size(losses), "float32"))
+            loss = ops.mean(ops.sort(losses)[: ops.cast(count, "int32")])
+        self.optimizer.apply(tape.gradient(loss, self.net.trainable_variables), self.net.trainable_variables)
+        return {"loss": loss}
+
+
 class Raises(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.weight.assign(0.5)
@@ -71,7 +88,7 @@ def trained(kind, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Warm, Raised, RaisedOwn])
+@pytest.mark.parametrize("kind", [Warm, Raised, RaisedOwn, Falls])
 def test_what_is_warmed_up_is_found_before_the_first_step(kind, caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         found = trained(kind, ["CPU:0", "CPU:1"])

@@ -21,7 +21,7 @@ from tfgpu.compat import tensorflow as private
 from tfgpu.core import batch_sharding, extensions, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import captures, choices, comparison, draws, row_sums, scalar_updates, verdicts
 from tfgpu.core.row_mixing.part_trial import CLOSE_IN_16_BITS, CannotTry, Trial, Tried, drawn_batches
-from tfgpu.core.row_mixing.step_recorder import NOT_ZERO, Recorder
+from tfgpu.core.row_mixing.step_recorder import BETWEEN, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
@@ -353,7 +353,7 @@ def _shared(argument: object, *, is_later: bool) -> object:
     if is_tensor and not hasattr(argument, "numpy"):
         return _drawn(argument)
     is_number = isinstance(argument, float) or (is_tensor and argument.dtype.is_floating and argument.shape.rank == 0)
-    return argument + NOT_ZERO if is_later and is_number and float(argument) == 0 else argument
+    return argument + BETWEEN if is_later and is_number and float(argument) == 0 else argument
 
 
 def _drawn(argument: tf.Tensor) -> tf.Tensor:

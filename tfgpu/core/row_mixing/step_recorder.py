@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tfgpu.core.row_mixing.row_sums import Meetings
     from tfgpu.core.row_mixing.scalar_updates import Scalar
 
-_LATER, NOT_ZERO = 97, 0.7
-"""What is added to counters, and what numbers are that are 0, as after many steps."""
+_LATER, BETWEEN = 97, 0.7
+"""What is added to counters, and what numbers are that are 0 or 1, as after many steps."""
 ROWS = 7
 """That are drawn in all."""
 
@@ -277,8 +277,9 @@ class Apart(StatelessScope):
 
     Args:
         plain: TensorFlow's own variables that the step can reach.
-        is_later: counters are read as after many steps, and scalars that are 0 as another number: a loss that is warmed
-            up has no weight in the first step. Of TensorFlow's own, until `restore`.
+        is_later: counters are read as after many steps, and scalars that are 0 or 1 as another number: a loss that is
+            warmed up has no weight in the first step, and a share of rows that falls begins with all. Of TensorFlow's
+            own, until `restore`.
 
     Attributes:
         made: Keras variables that the step has made.
@@ -393,7 +394,7 @@ def _later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
     now = tf.convert_to_tensor(value)
     if now.dtype.is_integer:
         return now + tf.cast(_LATER, now.dtype)
-    return tf.where(now == 0, tf.cast(NOT_ZERO, now.dtype), now)
+    return tf.where((now == 0) | (now == 1), tf.cast(BETWEEN, now.dtype), now)
 
 
 def _array(value: object) -> np.ndarray:
