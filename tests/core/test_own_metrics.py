@@ -138,7 +138,7 @@ def gathered(monkeypatch):
     from tfgpu.core.row_mixing import row_sums
 
     found, stock = [], row_sums.all_rows
-    monkeypatch.setattr(row_sums, "all_rows", lambda rows: found.append(rows) or stock(rows))
+    monkeypatch.setattr(row_sums, "all_rows", lambda rows, **how: found.append(rows) or stock(rows, **how))
     return found
 
 
@@ -231,6 +231,24 @@ def test_a_loss_that_reduces_by_itself(weights):
 def test_a_loss_that_reduces_by_itself_to_a_mean_sends_nothing(gathered):
     check(loss=Reduced, replicas=(2,))
     assert not gathered
+
+
+class Remembers(keras.losses.Loss):
+    """Keeps a running sum of errors, which weighs the next batch: by rows but for what it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        errors = ops.mean(ops.square(y_true - y_pred), -1)
+        weight = self.kept + 0.0
+        self.kept.assign(0.5 * self.kept + ops.sum(ops.stop_gradient(errors)))
+        return weight * errors
+
+
+def test_a_loss_that_keeps_a_sum():
+    check(loss=Remembers, replicas=(2,))
 
 
 @pytest.mark.slow

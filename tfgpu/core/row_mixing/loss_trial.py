@@ -12,6 +12,7 @@ from tfgpu.compat import variables
 from tfgpu.core import step_context
 from tfgpu.core.row_mixing import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.state import layer_state
 
 _ROWS = 6  # in parts of a third and two
 _MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `draws.SMALL` numbers
@@ -29,7 +30,22 @@ class Needs(enum.Enum):
 
 
 class _Apart(keras.StatelessScope):
-    """Nothing that a function assigns stays, and a single number that waits at 0, as a weight that grows, is 0.5."""
+    """Nothing that a function assigns stays, and a single number that waits at 0, as a weight that grows, is 0.5.
+
+    Attributes:
+        before: variables that it has assigned, with the values that they had, by `id`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.before: dict[int, tuple] = {}
+
+    def add_update(self, update):
+        variable = update[0]
+        if id(variable) not in self.before:
+            value = self.get_current_value(variable)
+            self.before[id(variable)] = variable, variables.held(variable) if value is None else value
+        super().add_update(update)
 
     def get_current_value(self, variable):
         found = super().get_current_value(variable)
@@ -62,6 +78,8 @@ class LossTrial:
         self._count_true = len(keras.tree.flatten(rows[0]))
         self.why = ""
         self._gives_one_number = True
+        self._assigned: dict[int, tuple] = {}
+        self._added: set[int] = set()
 
     def run(self) -> Needs | None:
         """What the function needs; None where that could not be told, and `why` says why."""
@@ -114,27 +132,35 @@ class LossTrial:
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
         count = int(rows[0].shape[0])
         self._kept.put_back()
-        with step_context.as_one_device(count), _Apart():
+        with step_context.as_one_device(count), _Apart() as scope, layer_state.noting_sums() as self._added:
             values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
             self.changes |= set(self._kept.changes())
+            self._assigned = {
+                key: (variable, comparison.array(before), comparison.array(scope.state_mapping[key]))
+                for key, (variable, before) in scope.before.items()
+            }
             return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
 
     def _judged(self, rows: list[tf.Tensor], *, is_cut: bool) -> Needs | None:
         count = int(rows[0].shape[0])
         part = count // 3
         whole, again = self._computed(rows), self._computed(rows)
+        kept = self._assigned
         self._gives_one_number = whole.ndim == 0
         if not np.isfinite(whole).all():
             return None
         try:
-            first, second = (self._computed(each) for each in _parts(rows, part))
+            (first, one), (second, other) = ((self._computed(each), self._assigned) for each in _parts(rows, part))
         except Meets:
             raise
         except Exception:
             if is_cut:
                 raise
             return Needs.ALL_GIVES_ROWS if whole.shape[:1] == (count,) else Needs.ALL
+        is_kept = self._are_parts_of(kept, (one, other), (part / count, 1 - part / count))
         if whole.shape[:1] == (count,) and first.shape[:1] == (part,):
+            if not is_kept:
+                return Needs.ALL_GIVES_ROWS
             if not _close(whole, again):  # drawn anew, for each row
                 return Needs.ITS_ROWS
             is_alike = first.shape[1:] == second.shape[1:]  # not of each row with each other one
@@ -142,8 +168,17 @@ class LossTrial:
             return Needs.ITS_ROWS if its_rows else Needs.ALL_GIVES_ROWS
         if whole.shape == first.shape == second.shape and _close(whole, again):
             mean = (first * part + second * (count - part)) / count
-            return Needs.ITS_MEAN if _close(whole, mean, first, second) else Needs.ALL
+            return Needs.ITS_MEAN if is_kept and _close(whole, mean, first, second) else Needs.ALL
         return Needs.ALL
+
+    def _are_parts_of(self, whole: dict, parts: tuple[dict, dict], shares: tuple[float, float]) -> bool:
+        """Whether replicas make of what they assign what one device does."""
+        for key, (variable, before, after) in whole.items():
+            found = [part[key][2] if key in part else before for part in parts]
+            is_added = key in self._added
+            if not comparison.agrees(variable, before, after, found, shares, added=is_added, close=comparison.CLOSE):
+                return False
+        return True
 
     def _draws(
         self, sizes: list[tuple[int, ...]], rows: int, *, labels: int | None = None, outputs: int = 2
