@@ -48,6 +48,20 @@ class ByNorm(ByTape):
         return [gradient / tf.maximum(norm, 0.1) for gradient in gradients]
 
 
+class ByBound(ByTape):
+    """Clips where the norm is larger than that of any drawn rows' gradients."""
+
+    def changed(self, gradients):
+        return tf.clip_by_global_norm(gradients, 100.0)[0]
+
+
+class Decays(ByTape):
+    """Adds something of its own to the gradients: by rows."""
+
+    def changed(self, gradients):
+        return [gradient + 0.01 * each for gradient, each in zip(gradients, self.trainable_variables, strict=True)]
+
+
 class ByKernel(ByTape):
     """What it does depends on the shape that a weight has on one device."""
 
@@ -110,6 +124,13 @@ def test_a_step_by_rows_on_pieces_of_the_weights(kind, caplog):
     for one, other in zip(alone, spread, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
     assert verdict_of(strategy) == verdicts.BY_ROWS and kind.__name__ not in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(ByBound, verdicts.ON_ALL_ROWS), (Decays, verdicts.BY_ROWS)])
+def test_what_a_step_would_do_with_large_gradients(kind, verdict):
+    strategy = two_devices()
+    fitted(made(kind, strategy))
+    assert verdict_of(strategy) == verdict
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class Trial:
         self._changes = sorted({*self._changes, *whole.changes})
         self._generators = sorted({*self._generators, *whole.generators})
         self._counts = sorted({*self._counts, *whole.counts})
-        if not _is_finite(whole):
+        if not is_finite(whole):
             return None
         if whole.derives_tensors and self._normalizes:
             return "gradients of inputs through BatchNormalization"
@@ -231,21 +231,21 @@ class Trial:
             return "the number of updates"
         for at, gradients in enumerate(whole.updates):
             ways = self._gradients_together([part.updates[at] for part in parts])
-            if not any(_are_close(gradients, each, again.updates[at], close) for each in ways):
+            if not any(are_close(gradients, each, again.updates[at], close) for each in ways):
                 return "the gradients"
         if not self._are_outputs(whole, parts, again, close):
             return "what it returns"
         shares = self._shares(parts, is_plain=True)
         for at, value in enumerate(whole.logs):
             ways = self._log_together([part.logs[at] for part in parts], shares)
-            if not any(_are_close([value], [each], [again.logs[at]], close) for each in ways):
+            if not any(are_close([value], [each], [again.logs[at]], close) for each in ways):
                 return self.log
         for key, variable in whole.assigned.items():
             unchanged = dataclasses.replace(variable, after=variable.before)
             found = [part.assigned.get(key, unchanged).after for part in parts]
             noisy = again.assigned.get(key, unchanged).after
             ways = self._ways_of(variable, found, parts)
-            ways = {way for way, value in ways.items() if _are_close([variable.after], [value], [noisy], close)}
+            ways = {way for way, value in ways.items() if are_close([variable.after], [value], [noisy], close)}
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
                 ways = self._ways.get(owner, ways) & ways
@@ -271,7 +271,7 @@ class Trial:
             if len(parts) > 1:
                 self._have_rows = [*self._have_rows[:at], has_rows, *self._have_rows[at + 1 :]]
             together = [np.concatenate(found)] if has_rows else found
-            if not all(_are_close([value], [each], [again.outputs[at]], close) for each in together):
+            if not all(are_close([value], [each], [again.outputs[at]], close) for each in together):
                 return False
         return True
 
@@ -330,7 +330,7 @@ def _ways_together(variable: Assigned, found: list, shares: list[float]) -> dict
     return ways
 
 
-def _are_close(values: list, others: list, again: list, close: float) -> bool:
+def are_close(values: list, others: list, again: list, close: float) -> bool:
     """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
     if any(
         (a is None) != (b is None) or (a is not None and a.shape != b.shape)
@@ -391,6 +391,6 @@ def _size(*values: np.ndarray) -> float:
     return max(float(np.abs(each).max(initial=0.0)) for each in values)
 
 
-def _is_finite(found: Recorder) -> bool:
+def is_finite(found: Recorder) -> bool:
     gradients = [each for update in found.updates for each in update if each is not None]
     return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])
