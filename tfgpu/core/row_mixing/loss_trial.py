@@ -79,7 +79,7 @@ class LossTrial:
         self.why = ""
         self._gives_one_number = True
         self._assigned: dict[int, tuple] = {}
-        self._added: set[int] = set()
+        self._noted = layer_state.Noted()
 
     def run(self) -> Needs | None:
         """What the function needs; None where that could not be told, and `why` says why."""
@@ -132,7 +132,7 @@ class LossTrial:
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
         count = int(rows[0].shape[0])
         self._kept.put_back()
-        with step_context.as_one_device(count), _Apart() as scope, layer_state.noting_sums() as self._added:
+        with step_context.as_one_device(count), _Apart() as scope, layer_state.noting_assignments() as self._noted:
             values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
             self.changes |= set(self._kept.changes())
             self._assigned = {
@@ -175,8 +175,8 @@ class LossTrial:
         """Whether replicas make of what they assign what one device does."""
         for key, (variable, before, after) in whole.items():
             found = [part[key][2] if key in part else before for part in parts]
-            is_added = key in self._added
-            if not comparison.agrees(variable, before, after, found, shares, added=is_added, close=comparison.CLOSE):
+            how = {"noted": self._noted, "close": comparison.CLOSE}
+            if not comparison.agrees(variable, before, after, found, shares, **how):
                 return False
         return True
 

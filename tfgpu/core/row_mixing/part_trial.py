@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core.row_mixing import captures, comparison, draws, isolation
-from tfgpu.core.row_mixing.step_recorder import ROWS, Assigned, Recorder
+from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
 from tfgpu.core.state.python_state import GLOBAL_DRAWS
+from tfgpu.core.state.trial_scope import Assigned
 from tfgpu.errors import InputError
 
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other

@@ -19,8 +19,9 @@ import tensorflow as tf
 from tfgpu.compat import variables
 from tfgpu.core import step_context
 from tfgpu.core.row_mixing import comparison
-from tfgpu.core.row_mixing.step_recorder import Apart, Recorder
+from tfgpu.core.row_mixing.step_recorder import Recorder
 from tfgpu.core.state.sharded_variable import shard_info
+from tfgpu.core.state.trial_scope import Apart
 
 PIECES = 2
 
