@@ -1,15 +1,19 @@
 """Unmodified scripts: TensorFlow's multi-worker tutorial, which crashes with stock Keras 3, trains unchanged."""
 
+import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tfgpu import cli, quiet
 from tfgpu.errors import InputError
+from tfgpu.launch import interrupt
 from tfgpu.run import main, run
 
 TUTORIAL = """
@@ -301,6 +305,42 @@ def test_ctrl_c_ends_what_waits_in_a_call_that_python_cannot_interrupt():
     command = [sys.executable, "-c", IN_C]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environ())
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+WRITES = """
+import signal, sys, threading, time
+from tfgpu.launch import ending
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+threading.Thread(target=lambda: (time.sleep(float(sys.argv[1])), print("written"))).start()
+threading.Timer(0.2, lambda: print("leaves", flush=True)).start()
+ending.leave(130)
+"""
+
+
+@pytest.mark.parametrize(("writing_s", "gap_s", "written"), [(1, 0.0002, "written\n"), (500, 0.6, "")])
+def test_a_thread_that_writes_is_waited_for_until_a_later_ctrl_c(writing_s, gap_s, written):
+    command = [sys.executable, "-c", WRITES, str(writing_s)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ(), **pipes) as process:
+        assert process.stdout.readline() == "leaves\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(gap_s)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, written)
+    assert err == "Files may still be written. Press Ctrl-C once more to end without them.\n"
+
+
+def test_two_signals_of_one_ctrl_c_interrupt_once():
+    done = []
+    with contextlib.suppress(KeyboardInterrupt), interrupt.heeded(lambda: None):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            done.append("what the script does at its end")
+    assert done
 
 
 def test_ctrl_c_is_one_line_that_names_the_place(here, capsys):

@@ -35,7 +35,9 @@ from tfgpu.cli import (
 )
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
+from tfgpu.launch import ending
 
+_INTERRUPTED = 130
 app = typer.Typer(
     cls=screen.Group,
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
@@ -59,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the arguments after `tfgpu`; None takes those of the process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_execute(words))
+    code = _execute(words)
+    if code == _INTERRUPTED and arguments is None:
+        ending.leave(code)  # to destroy all objects first takes seconds
+    sys.exit(code)
 
 
 def _execute(words: list[str]) -> int:
@@ -70,7 +75,7 @@ def _execute(words: list[str]) -> int:
         if isinstance(ended, EOFError):  # Typer treats it as an interrupt.
             return _complain_of(ended, words)
         complain("Interrupted.")
-        return 130
+        return _INTERRUPTED
     except typer.TyperException as error:
         if message := error.format_message():  # Empty after the help that a command without arguments prints.
             context = getattr(error, "ctx", None)

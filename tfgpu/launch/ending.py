@@ -9,12 +9,16 @@ import gc
 import io
 import os
 import runpy
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
 _FLUSH_S = 10.0
+_AGAIN_S = 0.5
+"""Seconds after Ctrl-C in which another one is the same: a terminal and a launcher may both send it."""
 _LOST_OUTPUT = 120
 """Exit code of an interpreter that could not flush its standard output."""
 
@@ -45,8 +49,10 @@ def leave(code: int) -> NoReturn:
     """Ends this process as the interpreter would, but without destroying its objects.
 
     tf.data's threads cannot call Python functions at that stage, and destroying a dataset waits for them forever.
-    Python's open files are flushed; what a `__del__` or C++ would write is lost.
+    Python's open files are flushed; what a `__del__` or C++ would write is lost. A thread that still writes is waited
+    for, unless Ctrl-C comes twice.
     """
+    _heed_twice(code)
     threading._shutdown()
     atexit._run_exitfuncs()
     try:
@@ -62,6 +68,23 @@ def leave(code: int) -> NoReturn:
     flushing.start()
     flushing.join(_FLUSH_S)
     os._exit(code)
+
+
+def _heed_twice(code: int) -> None:
+    """Makes a first Ctrl-C say what is waited for, and a later one end the process."""
+    asked_at: list[float] = []
+
+    def heed(number: int, frame: object) -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+                print("Files may still be written. Press Ctrl-C once more to end without them.", file=sys.stderr)
+        elif time.monotonic() - asked_at[0] > _AGAIN_S:
+            os._exit(code)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, heed)
 
 
 def _flush_files() -> None:

@@ -14,6 +14,8 @@ HEEDED_S = 1.0
 _CAUSED_S = 60.0
 """Seconds after Ctrl-C in which it counts as the cause of an error."""
 _LOST_S = 0.05
+_SAME_S = 0.02
+"""Seconds after Ctrl-C in which another one is the same: a terminal and a launcher may both send it."""
 
 
 @contextlib.contextmanager
@@ -36,9 +38,11 @@ def heeded(end_waiting: Callable[[], None]) -> Iterator[None]:
     heard = threading.Event()
 
     def note(number: int, frame: object) -> None:
+        is_same = bool(came_at) and time.monotonic() - came_at[-1] < _SAME_S
         came_at.append(time.monotonic())
         heard.set()
-        signal.default_int_handler(number, frame)
+        if not is_same:
+            signal.default_int_handler(number, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
