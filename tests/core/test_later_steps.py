@@ -10,7 +10,9 @@ from keras import layers, ops
 
 import tfgpu
 from tfgpu.core.row_mixing.part_trial import Trial
-from tfgpu.core.row_mixing.step_recorder import Apart, Recorder
+from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.state import layer_state
+from tfgpu.core.state.trial_scope import Apart
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -106,7 +108,7 @@ def test_variables_of_tensorflow_are_as_after_many_steps_until_restored():
     scope = Apart(plain, is_later=True)
     np.testing.assert_allclose([float(each.numpy().squeeze()) for each in copies], [0.7, 0.7, 99, 0, 0, 3])
     steps.assign_add(1)
-    assert [(each.before, each.after) for each in scope.assigned().values()] == [(99, 100)]
+    assert [(each.before, each.after) for each in scope.assigned(layer_state.Noted()).values()] == [(99, 100)]
     scope.restore()
     assert [float(each.numpy().squeeze()) for each in copies] == [0, 0, 2, 0, 0, 3]
 
