@@ -239,6 +239,16 @@ def test_a_digest_follows_what_a_function_uses(monkeypatch):
     assert code_digest.of(Base().call) != before
 
 
+@pytest.mark.parametrize("name", ["_self_attention", "_tf_width"])  # named as TensorFlow's own attributes begin
+def test_a_digest_follows_any_attribute_of_a_layer(name):
+    class Own(keras.layers.Layer):
+        def __init__(self, value):
+            super().__init__()
+            setattr(self, name, value)
+
+    assert code_digest.of(Own(3)) == code_digest.of(Own(3)) != code_digest.of(Own(4))
+
+
 @pytest.mark.slow
 def test_a_digest_knows_weights_of_zero():
     ones, zeros = (keras.Variable(np.full(2, value, "float32")) for value in (1, 0))

@@ -1,4 +1,4 @@
-"""The names of attributes that Keras itself gives objects: all others are the user's, or a setting."""
+"""The names of attributes that Keras and TensorFlow give objects: all others are the user's, or a setting."""
 
 import functools
 
@@ -13,6 +13,15 @@ _MODEL_NAMES = frozenset(
     "predict_function test_function train_function stop_evaluating stop_predicting stop_training steps_per_execution "
     "unrolled_steps_per_execution".split()
 )
+OF_TRACKING = frozenset(
+    "_self_setattr_tracking _self_unconditional_checkpoint_dependencies _self_unconditional_dependency_names "
+    "_self_unconditional_deferred_dependencies _self_update_uid _self_name_based_restores "
+    "_self_saveable_object_factories".split()
+)
+"""Those in which TensorFlow notes what an object holds, for its checkpoints.
+
+By their whole names: `_self_attention`, which begins like them, is a user's.
+"""
 
 
 @functools.cache

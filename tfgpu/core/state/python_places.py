@@ -26,7 +26,6 @@ OF_KERAS = (
 CONTAINERS = dict, list, set, collections.deque
 OWN_STATE = "_tfgpu"
 """See `compat.slots`."""
-_OF_TRACKING = "_self_unconditional_"  # what TensorFlow notes of the attributes of an object for checkpoints
 ABSENT = object()
 """The value of a name that there is not."""
 _VALUES = type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, tf.Tensor
@@ -233,7 +232,7 @@ class Names:
 
     def _is_of_user(self, name: str) -> bool:
         """Whether it is no name of Keras's; in objects of Keras's own classes its private ones are not all known."""
-        if name.startswith(_OF_TRACKING):
+        if name in attributes.OF_TRACKING:
             return False
         if not self._is_of_keras:
             return not name.startswith("__")

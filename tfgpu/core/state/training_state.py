@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfgpu.compat import keras as private_keras
 from tfgpu.compat import optimizers as private_optimizers
+from tfgpu.compat.attributes import OF_TRACKING
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
 from tfgpu.core import extensions
@@ -140,7 +141,7 @@ def other_optimizers(model) -> dict[str, BaseOptimizer]:
                 look(f"{name}.{at}", item)
 
     for name, value in sorted(vars(model).items(), key=lambda item: (item[0].startswith("_"), item[0])):
-        if not name.startswith("_self_"):  # TensorFlow's own list of the attributes
+        if name not in OF_TRACKING:
             look(name, value)
     return found
 

@@ -292,7 +292,7 @@ class _Writer:
 
     def _add_attributes(self, thing: object, common: frozenset[str]) -> None:
         for name, value in sorted(vars(thing).items()):
-            if name not in common and not name.startswith(("_tfgpu", "_self_", "_obj_reference", "_tf_")):
+            if name not in common | attributes.OF_TRACKING and not name.startswith("_tfgpu"):
                 self._write("attribute", name)
                 self.add(value)
 
