@@ -15,9 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat.callbacks import SET_BY_FIT
+
 _log = logging.getLogger(__name__)
 
-_SET_BY_FIT = {"params", "_model", "model", "validation_data"}
 _LARGE = 1 << 24  # bytes
 _DEEPEST = 100  # of lists in lists: JSON's reader ends at some hundreds, and a list that holds itself has no end
 _LONGEST_BITS = 1 << 12  # of a whole number: JSON's writer ends at 4,300 digits
@@ -82,7 +83,7 @@ def _named(callbacks: list):
 def _settings_of(cls: type) -> set[str]:
     """Attributes that are not state: the arguments of Keras's own classes, and what `fit` sets."""
     stock = [base for base in cls.__mro__ if base.__module__.startswith("keras.")]
-    return _SET_BY_FIT.union(*(inspect.signature(base.__init__).parameters for base in stock))
+    return SET_BY_FIT.union(*(inspect.signature(base.__init__).parameters for base in stock))
 
 
 def _large(callback) -> dict[str, Any]:

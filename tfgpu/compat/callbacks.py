@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import keras
 
+SET_BY_FIT = frozenset({"params", "model", "_model", "validation_data"})
+"""The attributes that `fit` sets on a callback."""
+
 
 @dataclass(frozen=True)
 class BackupFiles:

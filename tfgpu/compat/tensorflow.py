@@ -199,6 +199,11 @@ def is_of_autograph(function: Callable) -> bool:
     return "if_stmt" in getattr(function, "__qualname__", "")
 
 
+def has_own_gradient(operation: tf.Operation) -> bool:
+    """Whether an operation of a graph marks the end of a function with a gradient of its own."""
+    return "_gradient_op_type" in operation.node_def.attr
+
+
 def let_graph_own_gradient(operation: tf.Operation) -> None:
     """Makes the custom gradient of an operation live as long as the operation's graph, instead of forever.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.compat.keras import logits_of, with_logits
+from tfgpu.compat.tensorflow import has_own_gradient
 
 _OPERATIONS = {
     "Softmax": lambda value: tf.raw_ops.Softmax(logits=value),
@@ -82,8 +83,3 @@ def origin(value: tf.Tensor) -> tf.Tensor:
     while value.op.type in ("Cast", "Identity", "Squeeze") and not has_own_gradient(value.op):
         value = value.op.inputs[0]
     return value
-
-
-def has_own_gradient(made_by: tf.Operation) -> bool:
-    """Whether the operation marks the end of a function with a gradient of its own."""
-    return "_gradient_op_type" in made_by.node_def.attr

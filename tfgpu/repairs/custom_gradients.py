@@ -10,7 +10,7 @@ import weakref
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.compat.tensorflow import let_graph_own_gradient
+from tfgpu.compat.tensorflow import has_own_gradient, let_graph_own_gradient
 from tfgpu.repairs.repair import Repair
 
 
@@ -22,7 +22,7 @@ def free_gradients_with_graphs() -> None:
         results = stock(function, arguments, keywords)
         for value in tf.nest.flatten(results, expand_composites=True):
             operation = getattr(value, "op", None)
-            if operation is not None and "_gradient_op_type" in operation.node_def.attr:
+            if operation is not None and has_own_gradient(operation):
                 let_graph_own_gradient(operation)
                 break  # one operation returns all results
         return results

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import keras
 
 from tfgpu.compat import slots
+from tfgpu.compat.keras_hub import block_families
 from tfgpu.errors import InputError, unknown
-from tfgpu.parallel.tensor import block_families
 
 BLOCK_STYLES = {
     "column": "a sublayer that is split by its outputs",
@@ -25,6 +25,12 @@ BLOCK_STYLES = {
 }
 """The styles of a plan. A number is an axis: along which a weight is split, or the draws of a dropout; under the key
 'call', along which the devices' results lie side by side."""
+
+
+_FEED_FORWARD_EXPERTS = dict.fromkeys(
+    ("up_kernel", "up_bias", "gate_kernel", "gate_bias", "down_kernel", "down_bias", "call"), 0
+)
+_BUILT_IN = {**block_families.PLANS, ("tfgpu", "FeedForwardExperts"): (_FEED_FORWARD_EXPERTS, {"inputs": 0})}
 
 
 @dataclass(frozen=True)
@@ -166,5 +172,5 @@ def plan_for(cls: type[keras.layers.Layer]) -> TensorPlan | None:
 def _built_in(cls: type) -> TensorPlan | None:
     package = cls.__module__.partition(".")[0]
     places = ((cls.__module__, cls.__name__), (package, cls.__name__))
-    found = next((block_families.PLANS[place] for place in places if place in block_families.PLANS), None)
+    found = next((_BUILT_IN[place] for place in places if place in _BUILT_IN), None)
     return None if found is None else TensorPlan(*found, is_built_in=True)

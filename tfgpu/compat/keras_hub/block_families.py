@@ -1,7 +1,7 @@
-"""The built-in plans: Keras's attention, and blocks of KerasHub, by package and name of the class.
+"""How Keras's attention, and blocks of KerasHub, are split over devices, by package and name of the class.
 
-KerasHub is not imported: its classes are known by name. Each entry is `styles`, `arguments`, `results` of a
-`block_plans.TensorPlan`.
+KerasHub is not imported: its classes are known by name. Each entry is `styles`, `arguments` and `results`, as
+`parallel.register_plan` takes them.
 """
 
 _CACHE = {"cache": -2}, {5: -2}
@@ -51,11 +51,7 @@ _GATED = {"_feedforward_gate_dense": "column", **_PAIR}
 _GEMMA_FFN = {"gating_ffw": "column", "gating_ffw_2": "column", "ffw_linear": "row"}
 _EXPERTS = {"_expert_feedforward_gate_dense": 0, "_expert_feedforward_output_dense": 0, "call": 0}
 _MIXTRAL_EXPERTS = {**_EXPERTS, "_expert_feedforward_intermediate_dense": 0}
-
 _GPT_OSS_EXPERTS = dict.fromkeys(("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias", "call"), 0)
-_FEED_FORWARD_EXPERTS = dict.fromkeys(
-    ("up_kernel", "up_bias", "gate_kernel", "gate_bias", "down_kernel", "down_bias", "call"), 0
-)
 
 _KERAS_HUB = {
     "CachedMultiHeadAttention": (_MULTI_HEAD, _CACHE[0], _CACHE[1] | _SCORES),
@@ -98,7 +94,6 @@ PLANS = {
     ("keras", "GroupedQueryAttention"): (_GROUPED, {}, _SCORES),
     ("keras", "MultiHeadAttention"): (_MULTI_HEAD, {}, _SCORES),
     ("keras_hub.src.models.vit.vit_layers", "MLP"): ({"dense_1": "column", "dense_2": "row"},),  # one of several MLPs
-    ("tfgpu", "FeedForwardExperts"): (_FEED_FORWARD_EXPERTS, {"inputs": 0}),
     **{("keras_hub", name): plan for name, plan in _KERAS_HUB.items()},
 }
-"""By package or module, and name, of a class: the arguments of its `TensorPlan`."""
+"""By package or module, and name, of a class."""
