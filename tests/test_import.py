@@ -231,6 +231,12 @@ def test_private_names_of_keras_stand_in_the_engine_alone():
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_a_thread_knows_is_in_one_place():
+    """Others use `step_context.Slot`, which goes along where code runs again or in another thread."""
+    found = [module_of(path) for path in FILES if re.search(r"threading\.local|ContextVar", path.read_text())]
+    assert found == ["tfgpu.core.step_context"]
+
+
 @pytest.fixture(scope="module")
 def slow_imports():
     """The slow packages that each of QUICK is the first to import, in one process that imports them in turn."""

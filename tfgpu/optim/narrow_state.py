@@ -8,7 +8,6 @@ a variable, computes in float32, and is rounded once after it. Accumulated gradi
 import contextlib
 import dataclasses
 import logging
-import threading
 
 import keras
 import numpy as np
@@ -16,6 +15,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, optimizers, variables
 from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
+from tfgpu.core import step_context
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError, unknown
 from tfgpu.optim import block_quantization
@@ -34,28 +34,26 @@ _NEVER_NEGATIVE = {
     "accumulator": (_O.Adagrad,),
 }
 """Slots that hold squares, by their names, and the optimizers that have them."""
+_opened = step_context.Slot("narrow_state.opened")  # by the `id` of a slot, a list of its one value in float32
 
 
 class NarrowSlot(variables.VirtualVariable):
     """What an optimizer sees of a slot in few bits. A variable gets this class; it holds nothing itself."""
 
     def set_up(self, codes: keras.Variable, scales: keras.Variable, is_signed: bool) -> None:
-        self._codes, self._scales, self._is_signed, self._open = codes, scales, is_signed, threading.local()
+        self._codes, self._scales, self._is_signed = codes, scales, is_signed
 
     @contextlib.contextmanager
     def opened(self):
         """In the block this thread's replica computes with it in float32; it is rounded at the end."""
-        self._open.value = self._stored()
-        try:
+        held = [self._stored()]
+        with _opened.set_to({**(_opened.get() or {}), id(self): held}):
             yield
-            value = self._open.value
-        finally:
-            self._open.value = None
-        self._store(value)
+        self._store(held[0])
 
     def read(self) -> tf.Tensor:
-        found = getattr(self._open, "value", None)
-        return self._stored() if found is None else found
+        held = self._held()
+        return self._stored() if held is None else held[0]
 
     def write(self, value) -> None:
         """Replaces the value; of IndexedSlices, those rows."""
@@ -63,10 +61,11 @@ class NarrowSlot(variables.VirtualVariable):
             rows = tf.cast(value.indices, tf.int64)[:, None]
             value = tf.tensor_scatter_nd_update(self.read(), rows, tf.cast(value.values, tf.float32))
         value = tf.ensure_shape(tf.cast(tf.convert_to_tensor(value), tf.float32), self.shape)
-        if getattr(self._open, "value", None) is None:
+        held = self._held()
+        if held is None:
             self._store(value)
         else:
-            self._open.value = value
+            held[0] = value
 
     def shared_name(self) -> str:
         return variables.shared_name(self._codes)
@@ -74,6 +73,10 @@ class NarrowSlot(variables.VirtualVariable):
     def assign(self, value):
         self.write(value)
         return value
+
+    def _held(self) -> list | None:
+        """What holds the value in float32, in a block of `opened`."""
+        return (_opened.get() or {}).get(id(self))
 
     def _stored(self) -> tf.Tensor:
         codes, scales = variables.local_copy(self._codes), variables.local_copy(self._scales)

@@ -5,7 +5,6 @@ on another rate. Scaling the gradients would not work: Adam divides by their mag
 scaling and averages happen outside `update_step` and are unaffected; Keras multiplies weight decay by the rate.
 """
 
-import contextvars
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -13,11 +12,12 @@ import numpy as np
 
 from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
+from tfgpu.core import step_context
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.optim.extended_classes import extended
 
-_decaying = contextvars.ContextVar("decaying", default=1.0)
+_decaying = step_context.Slot("parameter_groups.decaying")  # the factor of the group whose weights decay
 
 
 class ParameterGroups(optimizers.WeightDecayHook):
@@ -50,9 +50,8 @@ class ParameterGroups(optimizers.WeightDecayHook):
 
     @property
     def learning_rate(self):
-        rate = super().learning_rate
-        factor = _decaying.get()
-        return rate if factor == 1.0 else rate * factor
+        rate, factor = super().learning_rate, _decaying.get()
+        return rate if factor in (None, 1.0) else rate * factor
 
     @learning_rate.setter
     def learning_rate(self, value):
@@ -67,11 +66,8 @@ class ParameterGroups(optimizers.WeightDecayHook):
         for variable in variables:
             groups.setdefault(self.factor_of(variable), []).append(variable)
         for factor, group in groups.items():
-            before = _decaying.set(factor)
-            try:
+            with _decaying.set_to(factor):
                 stock(group)
-            finally:
-                _decaying.reset(before)
 
     def get_config(self):
         plain = plain_class(self.kind)
