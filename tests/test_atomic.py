@@ -106,6 +106,9 @@ def test_file_and_folder_entry_are_flushed_before_and_after_the_rename(tmp_path,
     flushed, renamed, folder = calls
     assert Path(flushed).name.startswith(".a.txt.") and flushed.endswith(".part")
     assert renamed == "rename" and folder == str(tmp_path)
+    calls.clear()
+    atomic.write_bytes(tmp_path / "a.txt", b"other", sync=False)
+    assert calls == ["rename"] and (tmp_path / "a.txt").read_bytes() == b"other"
 
 
 def test_a_link_stays_a_link(tmp_path):

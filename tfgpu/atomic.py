@@ -1,6 +1,7 @@
 """Files and folders that are replaced whole: after a crash the old content is there, or the new one.
 
 New content is written beside the target, flushed to the disk (`fsync`), renamed, and the folder's entry is flushed.
+`sync=False` leaves the flushing out: a process that is killed does no harm, but a machine that stops may.
 Linux exchanges folders in one step (`renameat2`). Where it cannot, the old folder is first moved aside, under a name
 that ends in `OLD`; a process that is killed at that moment leaves it there.
 """
@@ -20,7 +21,7 @@ _LONGEST = 200  # characters of the target's name that the temporary name repeat
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike, *, suffix: str | None = None) -> Iterator[Path]:
+def replacing(path: str | os.PathLike, *, suffix: str | None = None, sync: bool = True) -> Iterator[Path]:
     """Gives a temporary path beside `path`; the file or folder that the block makes there replaces `path` at the end.
 
     If the block raises an error, `path` keeps its content and what the block
@@ -29,6 +30,7 @@ def replacing(path: str | os.PathLike, *, suffix: str | None = None) -> Iterator
     Args:
         path: the file or folder to make or replace; its parent folder exists.
         suffix: of the temporary path; None takes the suffix of `path`, by which many libraries choose a format.
+        sync: whether to flush it to the disk.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
@@ -44,35 +46,39 @@ def replacing(path: str | os.PathLike, *, suffix: str | None = None) -> Iterator
     aside = target.with_name(f".{target.name[:_LONGEST]}.{secrets.token_hex(4)}{end}")
     try:
         yield aside
-        put(aside, target)
+        put(aside, target, sync=sync)
     finally:
         remove(aside)
 
 
-def put(aside: Path, target: Path) -> None:
+def put(aside: Path, target: Path, *, sync: bool = True) -> None:
     """Flushes a file or a folder to the disk, then renames it and replaces what had that name.
 
     Args:
         aside: the file or folder; what it replaces may be there in the end.
         target: its new name, in the same folder.
+        sync: whether to flush it.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    _flush_all(aside)
+    if sync:
+        _flush_all(aside)
     if aside.is_dir() and target.is_dir():
         _replace_folder(aside, target)
     else:
         os.rename(aside, target)
-    _flush_folder(target.parent)
+    if sync:
+        _flush_folder(target.parent)
 
 
-def write_bytes(path: str | os.PathLike, content: bytes) -> None:
+def write_bytes(path: str | os.PathLike, content: bytes, *, sync: bool = True) -> None:
     """Makes or replaces a file. What is no file, such as `/dev/stdout` or a pipe, is written to in place.
 
     Args:
         path: the file; its folder exists.
         content: the whole content.
+        sync: whether to flush it to the disk.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
@@ -80,7 +86,7 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     if _is_stream(Path(path)):
         Path(path).write_bytes(content)
         return
-    with replacing(path, suffix=".part") as aside:  # a pattern such as *.json must not find it
+    with replacing(path, suffix=".part", sync=sync) as aside:  # a pattern such as *.json must not find it
         aside.write_bytes(content)
 
 

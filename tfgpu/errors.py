@@ -86,11 +86,20 @@ def whole_number(name: str, value: object, *, minimum: int = 1, maximum: int | N
         >>> whole_number("keep", 3)
         3
     """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or value < minimum or (maximum is not None and value > maximum):
+    if not is_whole(value, minimum=minimum) or (maximum is not None and value > maximum):
         most = "" if maximum is None else f" to {maximum}"
         raise InputError(f"`{name}` must be a whole number from {minimum}{most}. Received: {value!r}.")
     return int(value)
+
+
+def is_whole(value: object, *, minimum: int = 1) -> bool:
+    """Whether a value is a whole number from `minimum`, Python's or NumPy's; True and False are not.
+
+    Example:
+        >>> is_whole(3), is_whole(0), is_whole(2.0), is_whole(True)
+        (True, False, False, False)
+    """
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= minimum
 
 
 def positive(name: str, value: object) -> float:

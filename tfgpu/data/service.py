@@ -26,7 +26,7 @@ from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.examples import Examples, to_model
 from tfgpu.data.feed import Feed, finish
 from tfgpu.data.position import Counter
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 
 _WORKER = """
 import sys
@@ -261,8 +261,8 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
         InputError: an invalid number or host, or nothing answers at `join`.
         MachineError: the port is taken, or workers exit immediately.
     """
-    if workers < 1 or not 0 <= port < 65536:
-        raise InputError(f"`workers` must be 1 or more, `port` from 0 to 65535. Received: {workers}, {port}.")
+    whole_number("workers", workers)
+    whole_number("port", port, minimum=0, maximum=65535)
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

@@ -87,6 +87,12 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def send_to_group(leader: int, number: int) -> None:
+    """Sends a signal to all processes of a group; does nothing if they have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
 def described(code: int) -> str:
     """Describes how a process ended.
 

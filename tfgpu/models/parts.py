@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import keras
 
 from tfgpu import errors
-from tfgpu.errors import InputError, is_number, whole_number
+from tfgpu.errors import InputError, is_number, is_whole, whole_number
 from tfgpu.models import layers
 from tfgpu.models.recompute import block
 
@@ -123,14 +123,13 @@ def check_shape(model: str, input_shape: object, dims: tuple[str, ...]) -> tuple
         (8, 8, 1)
     """
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) and not isinstance(input_shape, str) else ()
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
-    if len(shape) != len(dims) or not whole:
+    if len(shape) != len(dims) or not all(map(is_whole, shape)):
         named = ", ".join(dims) + ("," if len(dims) == 1 else "")
         raise InputError(
             f"Model {model!r} needs `input_shape` as ({named}) in whole numbers. "
             f"Received: input_shape={input_shape!r}. Use other data, or a model made for this shape."
         )
-    return shape
+    return tuple(map(int, shape))
 
 
 def normalize(x, kind: str, *, name: str, zero_gamma: bool = False):

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import keras
 
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_whole, whole_number
 from tfgpu.models import parts
 from tfgpu.models.recompute import block
 
@@ -105,7 +105,7 @@ def resnet(
 
 def _blocks(depth: object) -> tuple[int, ...]:
     known = {**THIN, **BASIC, **BOTTLENECK}
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth not in known:
+    if not is_whole(depth) or depth not in known:
         depths = ", ".join(str(d) for d in sorted(known))
         raise InputError(f"There is no ResNet of this depth. Received: depth={depth!r}. Choices: {depths}.")
     return known[depth]

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from tfgpu import errors
-from tfgpu.errors import InputError, is_number, whole_number
+from tfgpu.errors import InputError, is_number, is_whole, whole_number
 
 Rate = float | keras.optimizers.schedules.LearningRateSchedule
 
@@ -213,7 +213,7 @@ def _step(
     _check_milestones(milestones, warmup_steps, total_steps)
     rates = [learning_rate * factor**passed for passed in range(len(milestones) + 1)]
     # Keras keeps the rate up to and including a boundary.
-    bounds = [milestone - warmup_steps - 1 for milestone in milestones]
+    bounds = [int(milestone) - warmup_steps - 1 for milestone in milestones]
     steps = keras.optimizers.schedules.PiecewiseConstantDecay(bounds, rates)
     return Schedule(Warmup(steps, warmup_steps) if warmup_steps else steps)
 
@@ -270,8 +270,8 @@ _SCHEDULES = MappingProxyType(
 
 def _check_milestones(milestones: object, warmup_steps: int, total_steps: int) -> None:
     listed = list(milestones) if isinstance(milestones, Sequence) and not isinstance(milestones, str) else []
-    whole = listed and all(isinstance(m, int) and not isinstance(m, bool) for m in listed)
-    if not whole or listed != sorted(set(listed)) or not warmup_steps < listed[0] <= listed[-1] < total_steps:
+    are_whole = listed and all(map(is_whole, listed))
+    if not are_whole or listed != sorted(set(listed)) or not warmup_steps < listed[0] <= listed[-1] < total_steps:
         raise InputError(
             f"Schedule 'step' needs `milestones`: increasing whole numbers of updates, above warmup_steps="
             f"{warmup_steps} and below total_steps={total_steps}. Received: milestones={milestones!r}."

@@ -1,6 +1,5 @@
 """The processes of trials, on this machine or in actors of a Ray cluster."""
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tfgpu.errors import InputError
-from tfgpu.launch import machine
+from tfgpu.launch import machine, processes
 from tfgpu.redact import printable
 from tfgpu.sensors import nvml
 
@@ -100,8 +99,7 @@ class TrialProcess:
             except subprocess.TimeoutExpired:
                 pass
         # Kills the whole session, including the trial's child processes.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        processes.send_to_group(self._process.pid, signal.SIGKILL)
         self._process.wait(_STOP_S)
         self._end.close()
 

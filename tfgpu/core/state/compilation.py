@@ -2,11 +2,10 @@
 
 import contextlib
 import inspect
-import numbers
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_whole
 
 
 def let_extensions_act() -> None:
@@ -28,5 +27,5 @@ def _accept_auto(arguments: dict[str, object]) -> None:
     steps = arguments.get("steps_per_execution", 1)
     if steps == "auto":
         arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
-    elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+    elif not is_whole(steps):
         raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')

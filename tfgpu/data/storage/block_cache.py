@@ -8,11 +8,11 @@ and one that another process has removed is absent.
 import contextlib
 import logging
 import os
-import secrets
 import threading
 import zlib
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.errors import MachineError
 
 _CHECK = 4  # bytes of the checksum
@@ -76,13 +76,10 @@ class BlockCache:
     def put(self, key: str, number: int, content: bytes) -> None:
         """Keeps a block. A disk that takes no more is no error: the block is then fetched again."""
         path = self.path(key, number)
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            aside.write_bytes(content + _checksum(path.name, content))
-            os.replace(aside, path)  # not synced: what a crash cuts short fails its checksum, and is fetched anew
+        try:  # not synced: what a crash cuts short fails its checksum, and is fetched anew
+            atomic.write_bytes(path, content + _checksum(path.name, content), sync=False)
         except OSError as error:
             _log.warning("The cache %s takes no more: %s.", self.directory, error.strerror)
-            aside.unlink(missing_ok=True)
         with self._one_at_a_time:
             self._written += len(content) + _CHECK
             if self._written > self.limit_bytes * (1 - _SPARE) / 2:

@@ -127,7 +127,7 @@ def _states(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 
 def _results(layer: keras.layers.Layer, arguments: tuple, states: Sequence[tuple]) -> list[np.ndarray]:
-    """What a call in training returns; afterwards, the layer is as before."""
+    """What a call in training returns; afterward, the layer is as before."""
     for variable, value in states:
         variable.assign(value)
     try:
