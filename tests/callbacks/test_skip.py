@@ -171,4 +171,5 @@ except tfgpu.InputError as error:
 @pytest.mark.processes
 def test_workers_with_different_callbacks_are_reported(together, tmp_path):
     answers = together(DIFFERENT.replace("FOLDER", repr(str(tmp_path))), {"worker": 2})
-    assert "This one has SkipNaN." in answers["worker0"] and "This one has Checkpoint." in answers["worker1"]
+    for answer in answers.values():
+        assert "worker 0 has SkipNaN, worker 1 has Checkpoint. Give `fit` the same callbacks" in answer

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute
 from tfgpu.core import collectives, replication, step_blocks, step_context
 from tfgpu.core.randomness import data_order
+from tfgpu.core.state import broadcast
 from tfgpu.core.workers import ledger
 from tfgpu.errors import InputError
 
@@ -47,10 +48,7 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
         total * total == count * square for total, square in zip(totals, squares, strict=True)
     )
     if not same_callbacks:
-        raise InputError(
-            "A Checkpoint must be among the callbacks of every worker (only the chief writes), and so must SkipNaN. "
-            f"This one has {', '.join(on_all) or 'none of them'}. Give `fit` the same callbacks on each worker."
-        )
+        raise _different_callbacks(broadcast.texts_of_all_workers(strategy, ", ".join(on_all)))
     for meet in run.on_meeting if run is not None else ():
         meet(strategy)
     if run is not None:
@@ -64,6 +62,15 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
         )
     if same_data and not same_seed:
         raise data_order.refuse_seeds(strategy)
+
+
+def _different_callbacks(names: list[str]) -> InputError:
+    """The error for workers with different callbacks of those that communicate: each list, and a worker that has it."""
+    found = [f"worker {names.index(each)} has {each or 'none'}" for each in dict.fromkeys(names)]
+    return InputError(
+        "A callback that communicates with those of other workers must be on every worker, even if only the chief "
+        f"writes files. Of these callbacks, {', '.join(found)}. Give `fit` the same callbacks on each worker."
+    )
 
 
 def ballot(seconds: float) -> tf.Tensor:
