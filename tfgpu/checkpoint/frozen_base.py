@@ -4,8 +4,9 @@ from typing import Any
 
 import keras
 
+from tfgpu.checkpoint import lora_layers
 from tfgpu.compat import layers
-from tfgpu.core.state import lora_layers, sharded_variable, training_state
+from tfgpu.core.state import sharded_variable, training_state
 from tfgpu.errors import InputError, unknown
 
 KEY = "frozen_base"

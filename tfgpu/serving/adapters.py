@@ -9,7 +9,7 @@ import h5py
 import keras
 import numpy as np
 
-from tfgpu.core.state import lora_layers
+from tfgpu.checkpoint import lora_layers
 from tfgpu.errors import InputError, unknown
 from tfgpu.repairs import saving
 from tfgpu.serving import peft, placing

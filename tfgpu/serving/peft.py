@@ -17,9 +17,10 @@ import keras
 import numpy as np
 import safetensors.numpy
 
+from tfgpu.checkpoint import lora_layers
 from tfgpu.compat import keras_hub
 from tfgpu.compat.layers import KernelOf
-from tfgpu.core.state import lora_layers, sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import weight_files
 
