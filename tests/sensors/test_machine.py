@@ -25,6 +25,16 @@ for line in sys.stdin:
         pass
     print(time.process_time(), flush=True)
 """
+# For each line on stdin, reads zeros until the kernel has worked so many seconds for it, and reports as above.
+READER = """
+import os, sys, time
+zeros, space = os.open("/dev/zero", os.O_RDONLY), [bytearray(1 << 20)]
+for line in sys.stdin:
+    begun = os.times().system
+    while os.times().system - begun < float(line) and time.process_time() < 60:
+        os.readv(zeros, space)
+    print(time.process_time(), os.times().system, flush=True)
+"""
 OPERATIONS = 20_000_000
 HOLDER = "held = bytearray(b'1') * (200 << 20)\nwhile True: print(input(), flush=True)"
 
@@ -65,6 +75,18 @@ def test_cpu_time_is_what_the_process_reports_of_itself():
     assert used > 5 * TICK_S
     assert found["cpu_cores"] * 2.0 == pytest.approx(used, abs=3 * TICK_S)
     assert found["cpu_share"] == pytest.approx(min(1, found["cpu_cores"] / machine.cores))
+
+
+def test_the_kernel_s_work_for_a_process_is_its_cpu_time():
+    with running(READER) as child:
+        before, system = map(float, tell(child, 0).split())
+        machine = Machine(pid=child.pid)
+        machine.read(0.0)
+        now, system_now = map(float, tell(child, 0.3).split())
+        found = machine.read(2.0)
+    if system_now - system < 0.3:
+        pytest.skip("needs a kernel that tells its own time from the program's")
+    assert found["cpu_cores"] * 2.0 == pytest.approx(now - before, abs=3 * TICK_S)
 
 
 def test_cpu_time_of_children_is_added():
@@ -125,24 +147,44 @@ def test_cores_are_those_that_the_process_may_use():
     assert float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=550).stdout) <= 1
 
 
-def test_a_written_file_is_counted(tmp_path):
-    """Two psutil readings lie between our two readings, and a file of known size is written in between."""
-    size = 32 << 20
+SIZE = 32 << 20
+
+
+def write(path):
+    with open(path, "wb") as file:
+        file.write(os.urandom(SIZE))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path):
+    """Reads a file from the disk: the kernel forgets its pages first."""
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(1 << 20):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("act", "field", "count"),
+    [(read, "disk_read_bytes_per_s", "read_bytes"), (write, "disk_written_bytes_per_s", "write_bytes")],
+)
+def test_a_file_that_is_read_or_written_is_counted(tmp_path, act, field, count):
+    """Two psutil readings lie between our two readings, and a file of known size is read or written in between."""
+    path = tmp_path / "file"
+    write(path)
     outer = psutil.disk_io_counters()
     if outer is None:
         pytest.skip("needs disks that the kernel counts")
     machine = Machine()
     machine.read(0.0)
     inner = psutil.disk_io_counters()
-    with open(tmp_path / "file", "wb") as file:
-        file.write(os.urandom(size))
-        file.flush()
-        os.fsync(file.fileno())
-    least = psutil.disk_io_counters().write_bytes - inner.write_bytes
-    written = machine.read(4.0)["disk_written_bytes_per_s"] * 4
-    most = psutil.disk_io_counters().write_bytes - outer.write_bytes
-    assert least <= written <= most
-    if least < size:
+    act(path)
+    least = getattr(psutil.disk_io_counters(), count) - getattr(inner, count)
+    found = machine.read(4.0)[field] * 4
+    most = getattr(psutil.disk_io_counters(), count) - getattr(outer, count)
+    assert least <= found <= most
+    if least < SIZE:
         pytest.skip("needs a temporary folder on a disk that the kernel counts")
 
 
