@@ -10,12 +10,13 @@ import random
 from tfgpu.compat import distribute, slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.replication import replica_context
+from tfgpu.core.replication import replica_context, spans_processes
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _GENERATED = "normal", "uniform", "truncated_normal", "uniform_full_int", "binomial"
-_own_seed = random.SystemRandom().randrange(1, 2**31 - 1)  # of a script that sets none
+_OWN_SEED = random.SystemRandom().randrange(1, 2**31 - 1)  # of a script that sets none
+_OF_WORKERS = 87_654_321  # in its place, since each process has another
 
 
 def draw_alike() -> None:
@@ -29,7 +30,9 @@ def draw_alike() -> None:
         context.draws_by_tensorflow += 1
         if step_context.gradients_are_summed():
             _tell_of_optimizer()
-        return _own_seed if seed is None else seed, context.draws_by_tensorflow
+        if seed is None:
+            seed = _OF_WORKERS if spans_processes(replica_context().strategy) else _OWN_SEED
+        return seed, context.draws_by_tensorflow
 
     for name in _GENERATED:
 
