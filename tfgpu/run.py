@@ -126,13 +126,11 @@ def _enter(cluster: Cluster) -> Cluster:
 
 def _meet_at_strategies(cluster: Cluster) -> None:
     """Lets the script's own `MultiWorkerMirroredStrategy()` meet the others once more, as `tfgpu.strategy()` does."""
-    import tensorflow as tf
-
     from tfgpu.compat.patch import wrap
     from tfgpu.compat.worker_devices import devices_initialized
     from tfgpu.core.randomness import data_order
 
-    @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
+    @wrap("tf.distribute.MultiWorkerMirroredStrategy.__init__")
     def init(stock, self, *args, **kwargs):
         if not (args or "cluster_resolver" in kwargs or devices_initialized()):
             rendezvous.join(cluster, again=True, facts=data_order.facts())

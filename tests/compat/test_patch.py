@@ -87,7 +87,7 @@ def test_an_unlisted_name_is_an_internal_error():
 
 def test_every_target_is_there_or_of_another_version():
     missing = [name for name in targets.TARGETS if not hasattr(*targets.locate(name))]
-    assert set(missing) <= {"backend_ops.remat", "TFOptimizer._backend_maybe_overwrite_model_variables", "core.remat"}
+    assert set(missing) <= {"backend_ops.remat", "core.remat"}
 
 
 def test_the_installed_version_has_its_fingerprints():
@@ -95,6 +95,24 @@ def test_the_installed_version_has_its_fingerprints():
         owner, attribute = targets.locate(name)
         mark = targets.fingerprint(getattr(owner, attribute, None))
         assert mark is None or mark in targets.FINGERPRINTS[name], f"{name}: run tfgpu.compat.record_fingerprints"
+
+
+def test_only_replaced_values_have_no_fingerprints():
+    assert [name for name, known in targets.FINGERPRINTS.items() if not known] == ["aug_mix.py_random"]
+
+
+def test_a_replaced_function_is_checked(listed, monkeypatch):
+    know(monkeypatch, "another source")
+    patch.replace("holder.double", print, by=__name__)
+    know(monkeypatch, targets.fingerprint(print) or "none")
+    patch.replace("holder.double", abs, by=__name__)
+    assert [found.source for found in patch.installed()] == ["changed", "tried"]
+
+
+def test_a_target_of_unknown_source_gives_no_warning(listed, monkeypatch, caplog):
+    monkeypatch.setitem(targets.FINGERPRINTS, "holder._double", {})
+    add_one()
+    assert [found.source for found in patch.installed()] == ["unlisted"] and not caplog.text
 
 
 def test_comments_and_spaces_do_not_change_a_fingerprint(tmp_path):
@@ -111,8 +129,10 @@ def test_comments_and_spaces_do_not_change_a_fingerprint(tmp_path):
 
 
 def test_every_listed_target_is_wrapped_by_a_module():
-    by_class = {"BaseOptimizer.apply", "LossScaleOptimizer.apply"}  # core/gradients.py, for each class of optimizers
-    assert {*targets.TARGETS} - {target for target, _ in patch.declared()} == by_class
+    # core/gradients.py for each class of optimizers, coupled_losses.py for each module of Keras that has the losses
+    found = {"BaseOptimizer.apply", "LossScaleOptimizer.apply"}
+    found |= {f"keras.losses.{name}" for name in ("dice", "tversky", "circle")}
+    assert {*targets.TARGETS} - {target for target, _ in patch.declared()} == found
 
 
 def test_a_listed_target_that_is_wrapped_by_its_class_is_checked(listed, monkeypatch):

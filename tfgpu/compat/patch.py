@@ -9,6 +9,7 @@ still needed. `installed()` lists all active patches; `tfgpu doctor` prints them
 import ast
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,8 @@ class Patch:
     Attributes:
         target: its name, such as `Trainer.compile`.
         by: the module of tfgpu that wraps it.
-        source: `tried` (its source is one of those in `fingerprints.json`), `changed` (it is not) or `unlisted` (the
-            target is public, or belongs to a class of the user's).
+        source: `tried` (its source is one of those in `fingerprints.json`), `changed` (it is not) or `unlisted` (no
+            source is known: the target belongs to a class of the user's, or is no function).
     """
 
     target: str
@@ -51,13 +52,14 @@ _installed: list[Patch] = []
 _pending: list[_Pending] = []  # not empty while a repair is applied
 
 
-def wrap(target: object, name: str | None = None) -> Callable[[Callable], Callable]:
+def wrap(target: object, name: str | None = None, *, listed: str = "") -> Callable[[Callable], Callable]:
     """Decorator: replaces the target by the decorated function, which gets the stock one as its first argument.
 
     Args:
         target: a name of `targets.TARGETS` without the underscore of a private function, a public dotted path below
             `keras` or `tf`, or, with `name`, an object.
         name: the attribute of the object `target`, a user's class or one made at run time.
+        listed: what `declared` shows for an object whose `name` is no constant there, with `*` for what varies.
 
     Raises:
         MachineError: this version of Keras or TensorFlow has no such function.
@@ -106,7 +108,8 @@ def replace(target: str, value: object, *, by: str) -> None:
     shown = targets.full_name(target)
     if owner is None or not hasattr(owner, attribute):
         raise MachineError(_missing(shown, owner))
-    stock, patch = getattr(owner, attribute), Patch(shown, by, "tried")
+    stock = getattr(owner, attribute)
+    patch = Patch(shown, by, _source(shown, stock, owner))
     setattr(owner, attribute, value)
     if _pending:
         _pending[-1].patches.append((owner, attribute, stock, patch))
@@ -154,41 +157,38 @@ def installed() -> tuple[Patch, ...]:
 
 
 def declared() -> list[tuple[str, str]]:
-    """Every target that a module of tfgpu wraps by name, with that module, including those that a feature wraps on use.
+    """Every target that a module of tfgpu wraps, with that module, including those that a feature wraps on use.
 
-    Read from the source. A formatted name stands for several targets: `f"random.{name}"` for all of that owner,
-    `f"{owner}.remat"` for those of the owners that the module names.
+    Read from the source. A formatted name, such as `f"CSVLogger.{name}"`, stands for those targets that it makes of
+    words in its module. Where a module wraps a method of classes that it finds at run time, `*` stands for the class:
+    `*.update_state`.
     """
     package, found = Path(__file__).parent.parent, []
     for path in sorted(package.rglob("*.py")):
-        module = ".".join(("tfgpu", *path.relative_to(package).with_suffix("").parts))
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "from tfgpu.compat.patch import" not in text:
+            continue
+        module = ".".join(("tfgpu", *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__")
+        tree = ast.parse(text)
         words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("wrap", "replace")
-                and node.args
-            ):
-                found += [(target, module) for target in _targets_in(node.args[0], words)]
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("wrap", "replace") and node.args:
+                found += [(target, module) for target in _targets_in(node, words)]
     return found
 
 
-def _targets_in(argument: ast.expr, words: set[object]) -> list[str]:
-    """The targets that the argument of `wrap` names; `words` are the constants of its module."""
-    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-        return [targets.full_name(argument.value)]
-    if not isinstance(argument, ast.JoinedStr):
-        return []
-    first, last = argument.values[0], argument.values[-1]
-    if isinstance(first, ast.Constant):
-        return [target for target in targets.TARGETS if target.startswith(first.value)]
-    if isinstance(last, ast.Constant):
-        parted = [(target, *target.rpartition(".")) for target in targets.TARGETS]
-        name = last.value.removeprefix(".")
-        return [target for target, owner, _, its in parted if its in (name, f"_{name}") and owner in words]
-    return []
+def _targets_in(call: ast.Call, words: set[object]) -> list[str]:
+    """The targets that a call of `wrap` names; `words` are the constants of its module."""
+    target, *names = call.args
+    if isinstance(target, ast.Constant):
+        return [targets.full_name(target.value)]
+    if not isinstance(target, ast.JoinedStr):  # an object
+        listed = [each.value.value for each in call.keywords if each.arg == "listed"]
+        return listed or [f"*.{name.value}" for name in names if isinstance(name, ast.Constant)]
+    parts = (re.escape(part.value) if isinstance(part, ast.Constant) else "(.+)" for part in target.values)
+    pattern = re.compile("".join(parts))
+    named = {target: pattern.fullmatch(re.sub(r"\._(?!_)", ".", target)) for target in targets.TARGETS}
+    return [target for target, found in named.items() if found and words.issuperset(found.groups())]
 
 
 def _record(patch: Patch) -> None:
@@ -203,10 +203,11 @@ def _record(patch: Patch) -> None:
 
 
 def _source(target: str, stock: Callable, owner: object) -> str:
-    if target not in targets.TARGETS or targets.locate(target)[0] is not owner:  # a user's class of that name
+    known = targets.FINGERPRINTS.get(target)
+    if not known or targets.locate(target)[0] is not owner:  # a user's class of that name
         return "unlisted"
     found = targets.fingerprint(stock)
-    return "tried" if found is None or found in targets.FINGERPRINTS.get(target, {}) else "changed"
+    return "tried" if found is None or found in known else "changed"
 
 
 def _missing(target: str, owner: object) -> str:

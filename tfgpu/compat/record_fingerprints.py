@@ -1,7 +1,7 @@
 """Adds the fingerprints of the installed versions to `fingerprints.json`: `python -m tfgpu.compat.record_fingerprints`.
 
-A new target is first added there, as `"Owner._function": {}`. Run it without active repairs, once for each supported
-version. It prints the targets that the version lacks.
+A new target is first added there, as `"Owner._function": {}` or `"keras.Model.export": {}`. Run it without active
+repairs, once for each supported version. It prints the targets that the version lacks.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Every function of Keras and TensorFlow that tfgpu wraps, and where each supported version keeps it.
 
 `OWNERS` maps a short name to the paths of a class or module, newest first; the first existing one is used.
-`fingerprints.json` lists the functions. Callers name a private function without its underscore:
-`wrap("Trainer.symbolic_build")`.
+`fingerprints.json` lists the functions, public ones by their dotted path. Callers name a private function without its
+underscore: `wrap("Trainer.symbolic_build")`.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 FINGERPRINTS: dict[str, dict[str, list[str]]] = json.loads(
     Path(__file__).with_name("fingerprints.json").read_text(encoding="utf-8")
 )
-"""Target -> fingerprint -> the versions that have it."""
+"""Target -> fingerprint -> the versions that have it; empty if the target has no source of its own."""
 
 TARGETS: tuple[str, ...] = tuple(FINGERPRINTS)
 
@@ -143,13 +143,15 @@ def locate(target: str) -> tuple[object | None, str]:
 
 
 def fingerprint(function: object) -> str | None:
-    """A short hash of a function's source without comments and white space; None if it has no source.
+    """A short hash of a function's source without comments and white space; None for what is no function, or has none.
 
     Example:
         >>> fingerprint(len) is None
         True
     """
-    function = inspect.unwrap(function) if callable(function) else function
+    if not callable(function):
+        return None
+    function = inspect.unwrap(function)
     try:
         lines = inspect.getsource(function).splitlines()
     except (OSError, TypeError):

@@ -111,11 +111,9 @@ def _on_two(stock):
 
 def _spread_mirrored() -> None:
     """A `MirroredStrategy` of the script's own has two replicas too."""
-    import tensorflow as tf
-
     from tfgpu.compat.patch import wrap
 
-    @wrap(tf.distribute.MirroredStrategy, "__init__")
+    @wrap("tf.distribute.MirroredStrategy.__init__")
     def initialize(stock, self, devices=None, *args, **kwargs):
         stock(self, devices or _TWO, *args, **kwargs)
 

@@ -14,7 +14,8 @@ from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import logits
 
-LAYERS = tuple(getattr(keras.layers, name) for name in ("Dense", "ReversibleEmbedding") if hasattr(keras.layers, name))
+_NAMES = tuple(name for name in ("Dense", "ReversibleEmbedding") if hasattr(keras.layers, name))
+LAYERS = tuple(getattr(keras.layers, name) for name in _NAMES)
 """The layers whose logits can be computed by rows."""
 
 
@@ -74,9 +75,9 @@ def find(value: object) -> Head | None:
 @functools.cache
 def install() -> None:
     """Lets layers note on their outputs how they were made."""
-    for cls in LAYERS:
+    for name in _NAMES:
 
-        @wrap(cls, "__call__")
+        @wrap(f"keras.layers.{name}.__call__")
         def call(stock, self, *args, **kwargs):
             output = stock(self, *args, **kwargs)
             if args and _makes_logits(self, args, kwargs) and tf.is_tensor(args[0]) and hasattr(output, "graph"):

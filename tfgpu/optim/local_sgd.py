@@ -338,15 +338,15 @@ def _settle_before_reading() -> None:
         return stock(self, logs)
 
     for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch"):
-        _settle_before(f"TensorFlowTrainer.{name}")
+        _settle_before("TensorFlowTrainer", name)
     for name in ("get_weights", "export"):
-        _settle_before(f"keras.Model.{name}")
+        _settle_before("keras.Model", name)
     for name in ("save_model", "save_weights_only"):
-        _settle_before(f"saving_lib.{name}")
+        _settle_before("saving_lib", name)
 
 
-def _settle_before(target: str) -> None:
-    @wrap(target)
+def _settle_before(owner: str, name: str) -> None:
+    @wrap(f"{owner}.{name}")
     def settled(stock, model, *args, **kwargs):
         if isinstance(model, keras.Model):
             settle(model)

@@ -78,10 +78,12 @@ def count_per_closure(cls: type) -> None:
     if slots.get(cls, "counts_per_closure", False):
         return
     slots.of(cls).counts_per_closure = True
-    for name in ("update_state", "result", "reset_state"):
+    wrap(cls, "update_state")(_in_state)
+    wrap(cls, "result")(_in_state)
+    wrap(cls, "reset_state")(_in_state)
 
-        @wrap(cls, name)
-        def method(stock, self, *args, **kwargs):
-            state = _state.get()
-            with contextlib.nullcontext() if state is None else state.open(self):
-                return stock(self, *args, **kwargs)
+
+def _in_state(stock, metric: keras.metrics.Metric, *args, **kwargs):
+    state = _state.get()
+    with contextlib.nullcontext() if state is None else state.open(metric):
+        return stock(metric, *args, **kwargs)

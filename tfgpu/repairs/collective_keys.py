@@ -2,8 +2,6 @@
 
 import itertools
 
-import tensorflow as tf
-
 from tfgpu.compat import distribute
 from tfgpu.compat.patch import wrap
 from tfgpu.repairs import probing
@@ -21,10 +19,10 @@ def separate_collective_keys() -> None:
     instance", a wrong sum, or the death of the process. Notebooks, tests and searches make many strategies. Those of
     several workers share the collectives that the first one has started.
     """
-    for cls in (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+    for kind in ("MirroredStrategy", "MultiWorkerMirroredStrategy"):
         numbers = itertools.count(1)  # 0 belongs to strategies made before this repair
 
-        @wrap(cls, "__init__")
+        @wrap(f"tf.distribute.{kind}.__init__")
         def init(stock, self, *args, numbers=numbers, **kwargs):
             distribute.set_collective_key_base(self, KEYS_A_STRATEGY * next(numbers))
             with distribute.started_collectives_kept():

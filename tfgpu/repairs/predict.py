@@ -40,7 +40,8 @@ def split_batches_to_predict() -> None:
         with step_context.scope(gives_row_ranges=not predictions.is_in_xla(self)):
             return stock(self, *args, **kwargs)
 
-    _predict_by_rows(TensorFlowTrainer)
+    wrap("TensorFlowTrainer.predict_step")(_by_rows)
+    slots.of(TensorFlowTrainer).predicts_by_rows = True
 
     @wrap("TensorFlowTrainer.make_predict_function")
     def make_predict_function(stock, self, force=False):
@@ -106,21 +107,21 @@ def _of_predict_on_batch(data) -> batch_sharding.ReplicaBatch | None:
 
 def _predict_by_rows(cls: type) -> None:
     """Makes the class's `predict_step`, on a replica, a step on that replica's rows."""
-    if slots.get(cls, "predicts_by_rows"):
-        return
-    slots.of(cls).predicts_by_rows = True
+    if not slots.get(cls, "predicts_by_rows"):
+        slots.of(cls).predicts_by_rows = True
+        wrap(cls, "predict_step")(_by_rows)
 
-    @wrap(cls, "predict_step")
-    def predict_step(stock, self, data):
-        is_known = step_context.step() is not None  # `super().predict_step`
-        if is_known or replication.replica_context() is None:
-            return stock(self, data)
-        if predictions.is_in_xla(self):
-            return predictions.of_xla(stock(self, data), data)
-        step = functools.partial(stock, self)
-        if (rows := _of_predict_on_batch(data)) is not None:
-            data, step = rows, functools.partial(_on_one, step)
-        return predictions.on_replica(self, step, data, slots.get(self, "predictions") or Predictions())
+
+def _by_rows(stock, model: keras.Model, data):
+    is_known = step_context.step() is not None  # `super().predict_step`
+    if is_known or replication.replica_context() is None:
+        return stock(model, data)
+    if predictions.is_in_xla(model):
+        return predictions.of_xla(stock(model, data), data)
+    step = functools.partial(stock, model)
+    if (rows := _of_predict_on_batch(data)) is not None:
+        data, step = rows, functools.partial(_on_one, step)
+    return predictions.on_replica(model, step, data, slots.get(model, "predictions") or Predictions())
 
 
 def _on_one(step: Callable, rows):

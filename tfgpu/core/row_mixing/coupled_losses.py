@@ -29,9 +29,10 @@ def mix_rows_of_all_replicas() -> None:
     whole = {"dice": _dice, "tversky": _tversky, "circle": _circle}
     by_stock = {id(getattr(keras_losses, name)): name for name in _NAMES}
     public = [m for n, m in list(sys.modules.items()) if n.endswith("keras.losses") and hasattr(m, "dice")]
-    for owner in (keras_losses, *public):
-        for name in _NAMES:
-            wrap(owner, name)(_in_a_step(whole[name]))
+    for name in _NAMES:
+        wrap(f"losses.{name}")(_in_a_step(whole[name]))
+        for owner in public:
+            wrap(owner, name, listed="*keras.losses.*")(_in_a_step(whole[name]))
 
     coupled = [getattr(keras_losses, name) for name in _NAMES]
 

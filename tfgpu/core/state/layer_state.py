@@ -93,9 +93,9 @@ def assign_for_all() -> None:
 
     for name, sign in (("assign_add", 1), ("assign_sub", -1)):
         _sum_what_is_added(name, sign)
-    for layer in ("BatchNormalization", "SpectralNormalization"):
-        _keep_own(f"keras.layers.{layer}.call")
-    _keep_own("SeedGenerator.next")
+    for layer in ("keras.layers.BatchNormalization", "keras.layers.SpectralNormalization"):
+        _keep_own(layer, "call")
+    _keep_own("SeedGenerator", "next")
 
 
 def _tell_own(variable, value: tf.Tensor) -> None:
@@ -144,8 +144,8 @@ def _sum_what_is_added(name: str, sign: int) -> None:
         return total
 
 
-def _keep_own(target: str) -> None:
-    @wrap(target)
+def _keep_own(owner: str, name: str) -> None:
+    @wrap(f"{owner}.{name}")
     def call(stock, self, *args, **kwargs):
         with step_context.scope(keeps_own_state=True):
             return stock(self, *args, **kwargs)

@@ -29,7 +29,7 @@ def install(model: keras.Model) -> None:
 
 @functools.cache
 def _of_all_rows(module: ModuleType) -> None:
-    @wrap(module, _FUNCTION)
+    @wrap(module, _FUNCTION, listed="*_load_balancing_loss")
     def compute(stock, router_logits, num_experts, top_k, attention_mask=None):
         if step_context.current().is_trying:
             return tf.zeros([], router_logits.dtype)  # the layer around is tried without it

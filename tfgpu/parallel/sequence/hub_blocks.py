@@ -50,7 +50,7 @@ def _wrap_mask(owner: type, name: str) -> None:
     cache = next(each for each in others if each.endswith("cache"))
     start = next(each for each in others if each.endswith("cache_update_index"))
 
-    @wrap(owner, name)
+    @wrap(owner, name, listed="*_attention_mask")
     def mask(stock, *args, **kwargs):
         rank, given = ranks.here(), takes.bind(*args, **kwargs).arguments
         x = given[sequence]
@@ -85,7 +85,7 @@ def _wrap_attention(owner: type, name: str) -> None:
     query, key, value, mask = list(takes.parameters)[1:5]
     start = next((each for each in ("cache_update_index", "start_index") if each in takes.parameters), None)
 
-    @wrap(owner, name)
+    @wrap(owner, name, listed="*_attention")
     def attention(stock, *args, **kwargs):
         rank = ranks.here()
         if rank is None or in_symbolic_scope():
@@ -115,7 +115,7 @@ def balances(layer: keras.layers.Layer) -> bool:
 
 @functools.cache
 def _wrap_balance(module: ModuleType) -> None:
-    @wrap(module, keras_hub.BALANCE)
+    @wrap(module, keras_hub.BALANCE, listed="*_load_balancing_loss")
     def balance(stock, router_logits, num_experts, top_k, attention_mask=None):
         rank = ranks.here()
         if rank is None or step_context.current().is_trying:
