@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import getpass
 import json
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import hypothesis
@@ -52,6 +54,27 @@ def pytest_collection_modifyitems(items):
             fast = {item for item in found if {item.callspec.id, *item.callspec.id.split("-")} & {*kept}}
         for item in {*found} - fast:
             item.add_marker(pytest.mark.slow)
+
+
+@functools.cache
+def declared_patches() -> list[tuple[str, str]]:
+    from tfgpu.compat import patch
+
+    return patch.declared()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_patch_is_declared():
+    """Whatever features a module uses, `tfgpu doctor` could have listed what they wrap."""
+    yield
+    if (patch := sys.modules.get("tfgpu.compat.patch")) is None:
+        return
+    installed = {(each.target, each.by) for each in patch.installed() if each.by.startswith("tfgpu.")}
+    assert [each for each in sorted(installed) if not is_declared(*each)] == []
+
+
+def is_declared(target: str, by: str) -> bool:
+    return any(by == module and fnmatchcase(target, name) for name, module in declared_patches())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

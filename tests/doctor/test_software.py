@@ -95,6 +95,25 @@ def test_the_state_of_each_repair(facts, by_name):
     assert by_name(facts)["Keras repairs"].found == facts["repairs"]["error"]
 
 
+def test_every_patch_is_listed(facts, by_name):
+    facts["patches"] = {
+        "in force": [["Loss.__call__", "tfgpu.a", "tried"], ["Loss.__call__", "tfgpu.b", "changed"]],
+        "on use": [["Loss.__call__", "tfgpu.c"], ["*.update_state", "tfgpu.d"]],
+    }
+    check = by_name(facts)["Patches"]
+    assert check.status == "warning" and "Loss.__call__ (by tfgpu.b) was not tested" in check.found
+    assert check.found.startswith(
+        "2 of 1 functions of Keras and TensorFlow, 2 more by features on use (--json lists them)"
+    )
+    listed = json.loads(doctor.to_json([check]))[0]["details"]
+    assert [tuple(each.values()) for each in listed] == [
+        ("Loss.__call__", "tfgpu.a", "tried"),
+        ("Loss.__call__", "tfgpu.b", "changed"),
+        ("Loss.__call__", "tfgpu.c", "wrapped on use"),
+        ("*.update_state", "tfgpu.d", "wrapped on use"),
+    ]
+
+
 def test_a_version_that_is_too_old_is_said_once(facts, by_name):
     facts["keras"]["version"] = "3.12.4"
     facts["repairs"] = {"error": "MachineError: Keras 3.12.4 is too old: tfgpu supports 3.13 to 3.16."}

@@ -20,7 +20,8 @@ def change(regularizer):
     return (lambda value: 10 * regularizer(value)) if in_a_step else regularizer
 
 
-layers.change_activity_regularizers(change, by="a test")
+value = layers.changed_activity_regularizer(change)
+patch.replace("Layer.activity_regularizer", value, by="a test", is_new=True)
 after = keras.layers.Dense(1, activity_regularizer="l2")
 handed_on = keras.layers.Dense(1, activity_regularizer=after.activity_regularizer)
 without = keras.layers.Dense(1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import keras
 
-from tfgpu.compat import patch, targets
 from tfgpu.compat.keras import Functional, Sequential
 
 
@@ -169,14 +168,13 @@ def recomputes(layer: keras.layers.Layer) -> bool:
     return layer._remat_mode is not None
 
 
-def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: str) -> None:
-    """Makes every layer call `change(regularizer)` in place of its activity regularizer.
+def changed_activity_regularizer(change: Callable[[Callable], Callable]) -> property:
+    """A property `activity_regularizer`, for a class of layers, that gives `change(regularizer)`.
 
-    A layer holds its regularizer as a plain attribute, which becomes a property; the stored value stays the original.
+    A layer holds its regularizer as a plain attribute, whose value stays the original.
 
     Args:
         change: takes a regularizer and returns its replacement; called on each access.
-        by: the module that asks, for `patch.installed`.
     """
 
     def get(layer):
@@ -189,9 +187,7 @@ def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: 
     def put(layer, regularizer):  # a layer may pass its own on to one that it creates
         vars(layer)["activity_regularizer"] = getattr(regularizer, "regularizer", regularizer)
 
-    owner = targets.owner("Layer")
-    owner.activity_regularizer = None
-    patch.replace("Layer.activity_regularizer", property(get, put), by=by)
+    return property(get, put)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 `wrap` is the only way in which tfgpu replaces a library's function. Each target in `targets.py` has fingerprints
 (hashes of its source) for the tested versions, in `fingerprints.json`. A missing target raises an error; one whose
 source has changed is reported once, and, if it belongs to a repair, the repair's probe decides whether the repair is
-still needed. `installed()` lists all active patches; `tfgpu doctor` prints them.
+still needed. `installed()` lists all active patches, and `declared()` what the source may wrap; `tfgpu doctor --json`
+lists both.
 """
 
 import ast
@@ -44,10 +45,11 @@ class Patch:
 class _Pending:
     """What a repair wraps while it is being applied: all of it, or nothing."""
 
-    patches: list[tuple[object, str, Callable, Patch]] = field(default_factory=list)
+    patches: list[tuple[object, str, object, Patch]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 
+_ABSENT = object()
 _installed: list[Patch] = []
 _pending: list[_Pending] = []  # not empty while a repair is applied
 
@@ -82,39 +84,46 @@ def wrap(target: object, name: str | None = None, *, listed: str = "") -> Callab
         def wrapped(*args, **kwargs):
             return fix(stock, *args, **kwargs)
 
-        patch = Patch(shown, fix.__module__, _source(shown, stock, owner))
-        setattr(owner, attribute, wrapped)
-        if _pending:
-            _pending[-1].patches.append((owner, attribute, stock, patch))
-        else:
-            _record(patch)
+        _put(owner, attribute, wrapped, Patch(shown, fix.__module__, _source(shown, stock, owner)))
         return fix
 
     return put
 
 
-def replace(target: str, value: object, *, by: str) -> None:
+def replace(target: str, value: object, *, by: str, is_new: bool = False) -> None:
     """Replaces an object that a module of Keras or TensorFlow uses.
 
     Args:
         target: as for `wrap`.
         value: the replacement.
         by: the calling module, for `installed`.
+        is_new: it is an attribute of a class that only the class's instances have.
 
     Raises:
         MachineError: as `wrap`.
     """
     owner, attribute = targets.locate(target)
     shown = targets.full_name(target)
-    if owner is None or not hasattr(owner, attribute):
+    if owner is None or not (is_new or hasattr(owner, attribute)):
         raise MachineError(_missing(shown, owner))
-    stock = getattr(owner, attribute)
-    patch = Patch(shown, by, _source(shown, stock, owner))
+    stock = getattr(owner, attribute, None)
+    _put(owner, attribute, value, Patch(shown, by, _source(shown, stock, owner)))
+
+
+def _put(owner: object, attribute: str, value: object, patch: Patch) -> None:
+    stock = vars(owner).get(attribute, _ABSENT)
     setattr(owner, attribute, value)
     if _pending:
         _pending[-1].patches.append((owner, attribute, stock, patch))
     else:
         _record(patch)
+
+
+def _take_back(owner: object, attribute: str, stock: object) -> None:
+    if stock is _ABSENT:  # inherited, or new
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, stock)
 
 
 @contextmanager
@@ -132,7 +141,7 @@ def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
         _pending.remove(held)
     if any(patch.source == "changed" for *_, patch in held.patches) and not is_needed():
         for owner, attribute, stock, _ in reversed(held.patches):
-            setattr(owner, attribute, stock)
+            _take_back(owner, attribute, stock)
         for undo in held.undo:
             undo()
         return

@@ -1,6 +1,6 @@
 """The result of one check of the doctor."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -16,6 +16,7 @@ class Check:
         fix: how to fix it, for a person; `""` if the status is `"ok"`. Default: `command`.
         command: shell commands that fix it, one per line; `""` if only a person can fix it.
         figures: measured values by name; rates are in bytes or operations per second.
+        details: what `found` only counts, one by one.
 
     Example:
         >>> Check("TF_CONFIG", "problem", "it is not JSON", command="unset TF_CONFIG").fix
@@ -28,6 +29,7 @@ class Check:
     fix: str = ""
     command: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+    details: Sequence[Mapping[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.command and not self.fix:

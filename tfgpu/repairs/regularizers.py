@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import layers
+from tfgpu.compat.patch import replace
 from tfgpu.core import step_context
 from tfgpu.repairs.repair import Repair
 
@@ -24,7 +25,8 @@ def keep_activity_losses_as_sums() -> None:
 
         return sum_over_rows
 
-    layers.change_activity_regularizers(change, by=__name__)
+    value = layers.changed_activity_regularizer(change)
+    replace("Layer.activity_regularizer", value, by=__name__, is_new=True)
 
 
 def activity_loss_is_a_sum() -> bool:

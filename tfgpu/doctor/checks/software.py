@@ -124,11 +124,16 @@ def patches(facts: Mapping[str, dict]) -> list[Check]:
     found, title = facts["patches"], "Patches"
     if "error" in found:
         return []  # `repairs` reports it
-    changed = [f"{target} (by {by})" for target, by, source in found["in force"] if source == "changed"]
-    functions = {target for target, *_ in found["in force"]}
-    text = f"{len(functions)} functions of Keras and TensorFlow wrapped, {len(found['on use'])} more by features"
+    in_force, on_use = found["in force"], [[*each, "wrapped on use"] for each in found["on use"]]
+    details = [dict(zip(("target", "by", "source"), each, strict=True)) for each in (*in_force, *on_use)]
+    changed = [f"{target} (by {by})" for target, by, source in in_force if source == "changed"]
+    functions = {target for target, *_ in in_force}
+    text = (
+        f"{len(in_force)} of {len(functions)} functions of Keras and TensorFlow, {len(on_use)} more by features on use "
+        "(--json lists them)"
+    )
     if not changed:
-        return [Check(title, "ok", f"{text}; all sources were tested")]
+        return [Check(title, "ok", f"{text}; all sources were tested", details=details)]
     text = f"{text}; the source of {', '.join(changed)} was not tested"
     fix = f"Compare a short run with one device, or use a tested version: {versions.tried()}."
-    return [Check(title, "warning", text, fix)]
+    return [Check(title, "warning", text, fix, details=details)]

@@ -69,9 +69,10 @@ def _patches(**_) -> dict:
 
     repairs.repair_keras()
     in_force = patch.installed()
+    on_use = {*patch.declared()} - {(found.target, found.by) for found in in_force}
     return {
         "in force": [[found.target, found.by, found.source] for found in in_force],
-        "on use": [list(each) for each in patch.declared() if each[0] not in {found.target for found in in_force}],
+        "on use": sorted(map(list, on_use)),
     }
 
 
