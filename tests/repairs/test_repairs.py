@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from packaging.version import Version
 
 from tfgpu import repairs
+from tfgpu.compat import versions
 
 
 def python(*arguments, **environment):
@@ -29,6 +31,29 @@ def test_installing_twice_wraps_once():
     wrapped = keras.optimizers.Optimizer.apply
     assert repairs.repair_keras() == names == tuple(fix.name for fix in repairs.all_repairs())
     assert keras.optimizers.Optimizer.apply is wrapped
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("3.13.2", {"old"}), ("3.14.1", {"old", "middle"}), ("3.15.1", {"middle", "new"}), ("3.16.0.dev1", {"new"})],
+)
+def test_a_repair_is_for_the_versions_that_have_its_fault(version, expected, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda library: Version(version))
+    ranges = {"old": (None, "3.14"), "middle": ("3.14", "3.15"), "new": ("3.15", None), "none": ("3.17", None)}
+    rows = {
+        name: repairs.Repair(name, "", "", lambda: True, lambda: None, since=since, until=until)
+        for name, (since, until) in ranges.items()
+    }
+    assert {name for name, repair in rows.items() if repair.is_for_this_keras()} == expected
+
+
+@pytest.mark.parametrize("version", ["3.13.2", "3.14.1", "3.15.1", "3.16.0.dev2026102704"])
+def test_versions_decide_which_repairs_are_applied(version, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda library: Version(version))
+    names = {repair.name for repair in repairs.all_repairs.__wrapped__()}
+    is_old, is_silent = version < "3.14", version >= "3.15"
+    assert ("activity-sums" in names, "no-distribution" in names) == (is_old, is_silent)
+    assert len(names) == 52 + is_old + is_silent
 
 
 @pytest.mark.slow

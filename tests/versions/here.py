@@ -22,6 +22,7 @@ print(
                 "Python": platform.python_version(),
             },
             "repairs": len(repairs),
+            "in force": repairs,
             "changed": sorted({found.target for found in patch.installed() if found.source == "changed"}),
             "devices": len(tf.config.list_physical_devices("CPU")),
         }

@@ -8,6 +8,7 @@ import pytest
 FOUND = {
     "versions": {"TensorFlow": "2.20.0", "Keras": "3.13.2", "NumPy": "2.5.5", "Python": "3.13.0"},
     "repairs": 2,
+    "in force": ["local-losses", "no-rows"],
     "changed": [],
     "pip changes": [],
     "probes": {"local-losses": True, "no-rows": False},
@@ -50,6 +51,11 @@ def test_invalid_input_is_named(run):
         "dropout crashes TypeError",
     ]
     assert "- Colab, Kaggle: jit differs" in run.page({"colab": wrong})
+
+
+def test_a_repair_whose_fault_is_not_there_is_named(run):
+    wrong = {**FOUND, "probes": {"local-losses": False, "no-rows": False, "activity-sums": False}}
+    assert run.faults(wrong) == ["the repair local-losses is in force, but its probe finds no fault"]
 
 
 def test_lines_on_corners_that_were_not_tried_are_kept(run):

@@ -115,6 +115,17 @@ def is_at_most(library: str, minor: str) -> bool:
     return found is not None and found.release[:2] <= Version(minor).release
 
 
+def is_at_least(library: str, minor: str) -> bool:
+    """Whether the installed version is of this minor version, or newer. A nightly build counts as its release.
+
+    Example:
+        >>> is_at_least("keras", "2.15")
+        True
+    """
+    found = installed(library)
+    return found is not None and found.release[:2] >= Version(minor).release
+
+
 def here(library: str) -> str:
     """A library and its installed version, as errors name it."""
     return f"{SUPPORTED[library].title} {installed(library) or '(not installed)'}"

@@ -12,7 +12,6 @@ import os
 import threading
 from functools import cache
 
-from tfgpu.compat import versions
 from tfgpu.repairs.repair import Repair
 
 __all__ = ["Repair", "all_repairs", "is_enabled", "repair_keras"]
@@ -61,7 +60,7 @@ def is_enabled() -> bool:
 def all_repairs() -> tuple[Repair, ...]:
     """All repairs that the installed Keras may need, in the order in which they are applied."""
     listed = [repair for name in MODULES for repair in importlib.import_module(name).REPAIRS]
-    return tuple(repair for repair in listed if repair.until is None or versions.is_at_most("keras", repair.until))
+    return tuple(repair for repair in listed if repair.is_for_this_keras())
 
 
 def repair_keras() -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def distribution_is_silent() -> bool:
     before = keras.distribution.distribution()
     try:
         parallel = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
-    except AttributeError:  # up to Keras 3.13 it cannot be created on TensorFlow, which is an error and not silent
+    except AttributeError:  # up to Keras 3.14 it cannot be created on TensorFlow, which is an error and not silent
         return False
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -46,5 +46,6 @@ REPAIRS = (
         issue="",
         probe=distribution_is_silent,
         apply=warn_about_distribution,
+        since="3.15",
     ),
 )

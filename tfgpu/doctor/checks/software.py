@@ -110,7 +110,7 @@ def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
             fix = "Run `tfgpu doctor` again; if this remains, report it with `tfgpu doctor --bundle`."
             checks.append(Check(title, "warning", "its probe gave no answer; the repair is installed", fix))
         elif not is_needed:
-            checks.append(Check(title, "ok", "fixed upstream: not needed here"))
+            checks.append(Check(title, "ok", "not needed here: its probe finds no fault"))
         elif is_off:
             text = "needed here, but TFGPU_REPAIR=0 disables it"
             checks.append(Check(title, "warning", text, command="unset TFGPU_REPAIR"))
