@@ -1,6 +1,8 @@
 """`wrap` names missing targets, detects changed ones, and lists active patches."""
 
+import ast
 import types
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ def listed(monkeypatch):
     monkeypatch.setattr(targets, "TARGETS", (*targets.TARGETS, "holder._double"))
     monkeypatch.setattr(targets, "owner", lambda name: holder)
     monkeypatch.setattr(patch, "_installed", [])
+    monkeypatch.setattr(patch, "_told", set())
     return holder
 
 
@@ -140,3 +143,103 @@ def test_a_listed_target_that_is_wrapped_by_its_class_is_checked(listed, monkeyp
     patch.wrap(listed, "_double")(lambda stock, x: stock(x))
     patch.wrap(types.SimpleNamespace(__name__="holder", _double=lambda x: x), "_double")(lambda stock, x: stock(x))
     assert [found.source for found in patch.installed()] == ["changed", "unlisted"]
+
+
+def test_a_block_is_wrapped_and_listed_for_its_length(listed, monkeypatch, caplog):
+    know(monkeypatch, "another source")
+    stock = listed._double
+    for _ in range(2):
+        with pytest.raises(KeyError), patch.wrapped("holder.double", lambda stock, x: stock(x) + 1):
+            assert listed._double(4) == 9
+            assert patch.installed() == (patch.Patch("holder._double", __name__, "changed"),)
+            raise KeyError
+        assert listed._double is stock and patch.installed() == ()
+    assert caplog.text.count("holder._double has changed") == 1
+
+
+def test_a_block_wraps_getters_and_inherited_functions(listed):
+    class Base:
+        @property
+        def size(self):
+            return 2
+
+        def double(self, x):
+            return 2 * x
+
+    class Below(Base):
+        pass
+
+    with (
+        patch.wrapped(Base, lambda stock, self: stock(self) + 1, "size"),
+        patch.wrapped(Below, lambda stock, self, x: stock(self, x) + self.size, "double"),
+    ):
+        assert (Below().size, Below().double(4), Base().double(4)) == (3, 11, 8)
+    assert (Below().size, Below().double(4), vars(Below).get("double")) == (2, 8, None)
+
+
+def test_what_is_wrapped_within_a_block_stays(listed, monkeypatch):
+    know(monkeypatch, targets.fingerprint(listed._double))
+    with patch.wrapped("holder.double", lambda stock, x: stock(x) + 10):
+        add_one()
+    assert listed._double(4) == 19
+    assert len(patch.installed()) == 2
+
+
+PACKAGE = Path(patch.__file__).parents[1]
+LIBRARIES = ("keras", "tensorflow", "tfgpu.compat")
+
+
+def of_library(value: ast.expr, names: set[str]) -> bool:
+    """Whether an expression is a class or a module of a library: an attribute's path, or found by `targets`."""
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) in ("targets.owner", "targets.locate")
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return isinstance(value, ast.Name) and value.id in names
+
+
+def assigned_to_libraries(text: str) -> list[str]:
+    """The statements that put an attribute on a class or a module of a library."""
+    nodes, names = [*ast.walk(ast.parse(text))], set()
+    for node in nodes:
+        module = getattr(node, "module", None) or ""
+        for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if (module or each.name).startswith(LIBRARIES):
+                names.add(each.asname or each.name.partition(".")[0])
+    for node in nodes:  # other names for them
+        if isinstance(node, ast.Assign):
+            sides = node.targets[0], node.value
+            is_split = all(isinstance(side, ast.Tuple) for side in sides)
+            pairs = zip(*(side.elts for side in sides), strict=False) if is_split else [sides]
+            names |= {to.id for to, what in pairs if isinstance(to, ast.Name) and of_library(what, names)}
+    found = []
+    for node in nodes:
+        changed = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            if of_library(node.args[0], names):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+            where = [each.value for each in changed if isinstance(each, ast.Attribute)]
+            found += [ast.unparse(node) for each in where if of_library(each, names)]
+    return found
+
+
+def test_nothing_else_changes_a_library():
+    changes = {path: assigned_to_libraries(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert {str(path.relative_to(PACKAGE)): found for path, found in changes.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tf.Variable.assign = None",
+        "owner, here = lib.StrategyBase, 1; owner.size = property(None)",
+        "setattr(lib.Strategy, name, None)",
+        "owner = targets.owner('Layer'); owner.call = None",
+        "import keras; del keras.Layer.call",
+    ],
+)
+def test_a_change_of_a_library_is_found(line):
+    text = "import tensorflow as tf\nfrom tensorflow.python.distribute import distribute_lib as lib\n" + line
+    assert len(assigned_to_libraries(text)) == 1
+    assert assigned_to_libraries("import tensorflow as tf\nmodel = tf.Module()\nmodel.size = 1\n") == []

@@ -18,7 +18,8 @@ def test_tensorflow_is_restored():
 
 
 def test_a_tensorflow_without_the_seam_is_named(monkeypatch):
-    monkeypatch.setattr(worker_devices, "_SEAM", "gone")
-    with pytest.raises(MachineError, match=r"TensorFlow 2\.\d+\.\d+ has no `CollectiveAllReduceExtended.gone`"):
-        with worker_devices.worker_devices(["CPU:0"]):
-            pass
+    monkeypatch.delattr(CollectiveAllReduceExtended, "_initialize_local_devices")
+    said = r"TensorFlow 2\.\d+\.\S+ has no `CollectiveAllReduceExtended._initialize_local_devices`.* install "
+    said += r'"tensorflow==2\.\d+\.\d+"`, or use one CPU device per worker\.'
+    with pytest.raises(MachineError, match=said), worker_devices.worker_devices(["CPU:0"]):
+        pass

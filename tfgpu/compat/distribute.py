@@ -13,6 +13,8 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 
+from tfgpu.compat.patch import wrapped
+
 __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
 
 
@@ -22,13 +24,13 @@ def as_replicas(strategy: tf.distribute.Strategy, count: int) -> Iterator[None]:
 
     So does code that asks the strategy in which it runs, as `tf.nn.scale_regularization_loss` does.
     """
-    owner, here = distribute_lib.StrategyBase, tf.distribute.get_strategy()
-    stock = owner.num_replicas_in_sync
-    owner.num_replicas_in_sync = property(lambda self: count if self in (strategy, here) else stock.fget(self))
-    try:
+    here = tf.distribute.get_strategy()
+
+    def number(stock, self):
+        return count if self in (strategy, here) else stock(self)
+
+    with wrapped("StrategyBase.num_replicas_in_sync", number):
         yield
-    finally:
-        owner.num_replicas_in_sync = stock
 
 
 def worker_index(strategy: tf.distribute.Strategy) -> int:
@@ -300,19 +302,15 @@ def started_collectives_kept() -> Iterator[None]:
     TensorFlow would start them again on each worker. If the first worker does so after another has asked it for a
     collective, the question is lost, and all wait for ever.
     """
-    current = eager_context.context()
-    stock, started = current.enable_collective_ops, current._collective_ops_server_def
+    started = eager_context.context()._collective_ops_server_def
 
-    def enable(server) -> None:
+    def enable(stock, self, server) -> None:
         names = ("cluster", "job_name", "task_index")
         if started is None or any(getattr(started, name) != getattr(server, name) for name in names):
-            stock(server)
+            stock(self, server)
 
-    current.enable_collective_ops = enable
-    try:
+    with wrapped("Context.enable_collective_ops", enable):
         yield
-    finally:
-        del current.enable_collective_ops
 
 
 def full_device_name(name: str) -> str:

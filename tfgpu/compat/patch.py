@@ -1,10 +1,10 @@
 """How tfgpu patches Keras and TensorFlow: it wraps single functions, each for a known source.
 
-`wrap` is the only way in which tfgpu replaces a library's function. Each target in `targets.py` has fingerprints
-(hashes of its source) for the tested versions, in `fingerprints.json`. A missing target raises an error; one whose
-source has changed is reported once, and, if it belongs to a repair, the repair's probe decides whether the repair is
-still needed. `installed()` lists all active patches, and `declared()` what the source may wrap; `tfgpu doctor --json`
-lists both.
+`wrap` (and `wrapped`, for a block) is the only way in which tfgpu replaces a library's function. Each target in
+`targets.py` has fingerprints (hashes of its source) for the tested versions, in `fingerprints.json`. A missing target
+raises an error; one whose source has changed is reported once, and, if it belongs to a repair, the repair's probe
+decides whether the repair is still needed. `installed()` lists all active patches, and `declared()` what the source may
+wrap; `tfgpu doctor --json` lists both.
 """
 
 import ast
@@ -49,8 +49,12 @@ class _Pending:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 
+WAYS = ("wrap", "wrapped", "replace")
+"""The functions of this module that patch."""
+
 _ABSENT = object()
 _installed: list[Patch] = []
+_told: set[Patch] = set()  # the changed ones that the log names: those of a block may come again
 _pending: list[_Pending] = []  # not empty while a repair is applied
 
 
@@ -70,24 +74,61 @@ def wrap(target: object, name: str | None = None, *, listed: str = "") -> Callab
         @wrap("Loss.__call__")
         def call(stock, self, y_true, y_pred, sample_weight=None): ...
     """
+    shown, owner, attribute = _find(target, name)
+
+    def put(fix: Callable) -> Callable:
+        stock = getattr(owner, attribute)
+        patch = Patch(shown, fix.__module__, _source(shown, stock, owner))
+        _put(owner, attribute, _around(stock, fix), patch)
+        return fix
+
+    return put
+
+
+@contextmanager
+def wrapped(target: object, fix: Callable, name: str | None = None, *, instead: str | None = None) -> Iterator[None]:
+    """Wraps a function, or a property's getter, for the length of a block; `installed` lists it meanwhile.
+
+    Args:
+        target: as for `wrap`.
+        fix: gets the stock function as its first argument.
+        name: as for `wrap`.
+        instead: what the user may do where the target is missing; by default, to disable the repairs.
+
+    Raises:
+        MachineError: as `wrap`.
+    """
+    shown, owner, attribute = _find(target, name, instead)
+    stock, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
+    value = property(_around(stock.fget, fix)) if isinstance(stock, property) else _around(stock, fix)
+    patch = Patch(shown, fix.__module__, _source(shown, stock, owner))
+    setattr(owner, attribute, value)
+    _record(patch)
+    try:
+        yield
+    finally:
+        if vars(owner).get(attribute) is value:  # otherwise something has wrapped it since
+            _take_back(owner, attribute, before)
+            _installed.remove(patch)
+
+
+def _find(target: object, name: str | None, instead: str | None = None) -> tuple[str, object, str]:
+    """A target's name as `installed` shows it, the object that has it, and the attribute's name."""
     if name is None:
         shown, (owner, attribute) = targets.full_name(str(target)), targets.locate(str(target))
     else:
         shown, owner, attribute = f"{getattr(target, '__name__', target)}.{name}", target, name
     if owner is None or not hasattr(owner, attribute):
-        raise MachineError(_missing(shown, owner))
+        raise MachineError(_missing(shown, owner, instead))
+    return shown, owner, attribute
 
-    def put(fix: Callable) -> Callable:
-        stock = getattr(owner, attribute)
 
-        @functools.wraps(stock)
-        def wrapped(*args, **kwargs):
-            return fix(stock, *args, **kwargs)
+def _around(stock: Callable, fix: Callable) -> Callable:
+    @functools.wraps(stock)
+    def around(*args, **kwargs):
+        return fix(stock, *args, **kwargs)
 
-        _put(owner, attribute, wrapped, Patch(shown, fix.__module__, _source(shown, stock, owner)))
-        return fix
-
-    return put
+    return around
 
 
 def replace(target: str, value: object, *, by: str, is_new: bool = False) -> None:
@@ -181,7 +222,7 @@ def declared() -> list[tuple[str, str]]:
         tree = ast.parse(text)
         words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("wrap", "replace") and node.args:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in WAYS and node.args:
                 found += [(target, module) for target in _targets_in(node, words)]
     return found
 
@@ -202,7 +243,8 @@ def _targets_in(call: ast.Call, words: set[object]) -> list[str]:
 
 def _record(patch: Patch) -> None:
     _installed.append(patch)
-    if patch.source == "changed":
+    if patch.source == "changed" and patch not in _told:
+        _told.add(patch)
         _log.warning(
             "%s has changed since tfgpu was tested (with %s); %s wraps it. Run `tfgpu doctor` to see whether it fits.",
             patch.target,
@@ -219,11 +261,11 @@ def _source(target: str, stock: Callable, owner: object) -> str:
     return "tried" if found is None or found in known else "changed"
 
 
-def _missing(target: str, owner: object) -> str:
+def _missing(target: str, owner: object, instead: str | None = None) -> str:
     module = getattr(owner, "__module__", getattr(owner, "__name__", "")) or ""
     library = "tensorflow" if module.startswith("tensorflow") or target.startswith("tf.") else "keras"
     return (
         f"{versions.here(library)} has no `{target}`, which tfgpu wraps. tfgpu was tested with {versions.tried()}. "
-        f"Run `{Path(sys.executable).name} -m pip install {versions.pin(library)}`, or set TFGPU_REPAIR=0 to leave "
-        "Keras as it is."
+        f"Run `{Path(sys.executable).name} -m pip install {versions.pin(library)}`, or "
+        f"{instead or 'set TFGPU_REPAIR=0 to leave Keras as it is'}."
     )

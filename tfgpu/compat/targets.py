@@ -72,11 +72,17 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "summary_utils": ("keras.src.utils.summary_utils",),
     # TensorFlow
     "AutomaticControlDependencies": ("tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies",),
+    "CollectiveAllReduceExtended": (
+        "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended",
+    ),
+    "Context": ("tensorflow.python.eager.context:Context",),
     "DistributedDataset": ("tensorflow.python.distribute.input_lib:DistributedDataset",),
     "DistributedDatasetsFromFunction": ("tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction",),
+    "EagerTensorBase": ("tensorflow.python.framework.ops:_EagerTensorBase",),
     "Function": ("tensorflow.python.eager.polymorphic_function.polymorphic_function:Function",),
     "MirroredExtended": ("tensorflow.python.distribute.mirrored_strategy:MirroredExtended",),
     "MirroredReplicaThread": ("tensorflow.python.distribute.mirrored_run:_MirroredReplicaThread",),
+    "StrategyBase": ("tensorflow.python.distribute.distribute_lib:StrategyBase",),
     "collective_ops": ("tensorflow.python.ops.collective_ops",),
     "cond_module": ("tensorflow.python.ops.cond",),
     "custom_gradient": ("tensorflow.python.ops.custom_gradient",),
@@ -149,6 +155,7 @@ def fingerprint(function: object) -> str | None:
         >>> fingerprint(len) is None
         True
     """
+    function = getattr(function, "fget", function)  # a property's getter
     if not callable(function):
         return None
     function = inspect.unwrap(function)

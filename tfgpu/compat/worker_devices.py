@@ -8,13 +8,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import tensorflow as tf
-from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager import context
 
-from tfgpu.errors import MachineError
+from tfgpu.compat.patch import wrapped
 
-_SEAM = "_initialize_local_devices"
 _one_at_a_time = threading.Lock()
 
 
@@ -33,26 +30,20 @@ def worker_devices(names: Sequence[str]) -> Iterator[None]:
         names: logical devices of one kind, such as `["CPU:0", "CPU:1"]`. They must exist.
 
     Raises:
-        MachineError: this TensorFlow lacks the function that is replaced.
+        MachineError: this TensorFlow lacks the function that is wrapped.
 
     Example:
         with worker_devices(["CPU:0", "CPU:1"]):
             strategy = tf.distribute.MultiWorkerMirroredStrategy()
     """
-    stock = getattr(CollectiveAllReduceExtended, _SEAM, None)
-    if stock is None:
-        raise MachineError(
-            f"TensorFlow {tf.__version__} has no `CollectiveAllReduceExtended.{_SEAM}`, which several CPU devices per "
-            "worker require. Install `tensorflow~=2.21`, or use one CPU device per worker."
-        )
     kind = names[0].partition(":")[0]
 
-    def local_devices(self, cluster_resolver, worker_device):
+    def local_devices(stock, self, cluster_resolver, worker_device):
         return tuple(f"{worker_device}/device:{name}" for name in names), kind
 
-    with _one_at_a_time:
-        setattr(CollectiveAllReduceExtended, _SEAM, local_devices)
-        try:
-            yield
-        finally:
-            setattr(CollectiveAllReduceExtended, _SEAM, stock)
+    instead = "use one CPU device per worker"
+    with (
+        _one_at_a_time,
+        wrapped("CollectiveAllReduceExtended.initialize_local_devices", local_devices, instead=instead),
+    ):
+        yield

@@ -4,7 +4,6 @@ They are active only during a profile, except for the marker around a block of s
 """
 
 import contextlib
-import functools
 import gc
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfgpu.compat import tensorflow as private
+from tfgpu.compat.patch import wrapped
 
 STEPS = "tfgpu.steps"
 """The event around a block of steps; its stats are `step_num`, `steps`, `kind`, `set_by` and `jit`."""
@@ -115,34 +115,16 @@ def listening(listener: Listener) -> Iterator[None]:
 
     # Must not create a tensor, which initializes the devices: the script may still configure them.
     with contextlib.ExitStack() as held:
-        held.enter_context(_patched(private.Function, "__call__", _calls(listener)))
-        held.enter_context(_patched(tf.GradientTape, "gradient", _gradients(listener)))
-        held.enter_context(_patched(_owner(private.EagerTensor, "_numpy"), "_numpy", _reads(listener)))
-        held.enter_context(_patched(_owner(tf.distribute.Strategy, "run"), "run", _runs(listener)))
-        held.enter_context(
-            _patched(step_blocks.Pace, "of", lambda stock, self, left: min(stock(self, left), MOST_STEPS))
-        )
+        held.enter_context(wrapped("Function.__call__", _calls(listener)))
+        held.enter_context(wrapped("tf.GradientTape.gradient", _gradients(listener)))
+        held.enter_context(wrapped("EagerTensorBase.numpy", _reads(listener)))
+        held.enter_context(wrapped("tf.distribute.Strategy.run", _runs(listener)))
+        held.enter_context(wrapped(step_blocks.Pace, _few_steps, "of"))
         yield
 
 
-def _owner(cls: type, name: str) -> type:
-    return next(base for base in cls.__mro__ if name in base.__dict__)
-
-
-@contextlib.contextmanager
-def _patched(owner: type, name: str, fix: Callable) -> Iterator[None]:
-    stock = getattr(owner, name)
-
-    @functools.wraps(stock)
-    def patched(*args, **kwargs):
-        return fix(stock, *args, **kwargs)
-
-    setattr(owner, name, patched)
-    try:
-        yield
-    finally:
-        if owner.__dict__.get(name) is patched:  # otherwise a repair has wrapped it since
-            setattr(owner, name, stock)
+def _few_steps(stock, self, left):
+    return min(stock(self, left), MOST_STEPS)
 
 
 def _calls(listener: Listener) -> Callable:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, layers, slots, training
 from tfgpu.compat.keras import TensorFlowTrainer
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import wrap, wrapped
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, extensions, metric_logs, replication, step_blocks, step_loop
 from tfgpu.core.state import python_state, takeover
@@ -241,7 +241,6 @@ def uneven_first_batch_fails() -> bool:
 def one_gpu_has_no_xla() -> bool:
     """Whether Keras turns XLA off under a strategy of one GPU, which a fake entry in the list of devices represents."""
     listed = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
-    tf.config.list_physical_devices = lambda kind=None: listed
 
     def uses_xla(strategy: tf.distribute.Strategy) -> bool:
         with strategy.scope():
@@ -249,7 +248,8 @@ def one_gpu_has_no_xla() -> bool:
             model.compile("sgd", "mse", jit_compile="auto")
         return model.jit_compile
 
-    return uses_xla(tf.distribute.get_strategy()) and not uses_xla(tf.distribute.OneDeviceStrategy("CPU:0"))
+    with wrapped("tf.config.list_physical_devices", lambda stock, kind=None: listed):
+        return uses_xla(tf.distribute.get_strategy()) and not uses_xla(tf.distribute.OneDeviceStrategy("CPU:0"))
 
 
 REPAIRS = (
