@@ -102,9 +102,7 @@ def test_every_patch_is_listed(facts, by_name):
     }
     check = by_name(facts)["Patches"]
     assert check.status == "warning" and "Loss.__call__ (by tfgpu.b) was not tested" in check.found
-    assert check.found.startswith(
-        "2 of 1 functions of Keras and TensorFlow, 2 more by features on use (--json lists them)"
-    )
+    assert check.found.startswith("2 patches of 1 functions of Keras and TensorFlow, 2 more on use (--json lists them)")
     listed = json.loads(doctor.to_json([check]))[0]["details"]
     assert [tuple(each.values()) for each in listed] == [
         ("Loss.__call__", "tfgpu.a", "tried"),

@@ -129,7 +129,7 @@ def patches(facts: Mapping[str, dict]) -> list[Check]:
     changed = [f"{target} (by {by})" for target, by, source in in_force if source == "changed"]
     functions = {target for target, *_ in in_force}
     text = (
-        f"{len(in_force)} of {len(functions)} functions of Keras and TensorFlow, {len(on_use)} more by features on use "
+        f"{len(in_force)} patches of {len(functions)} functions of Keras and TensorFlow, {len(on_use)} more on use "
         "(--json lists them)"
     )
     if not changed:
