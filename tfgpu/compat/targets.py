@@ -86,6 +86,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "collective_ops": ("tensorflow.python.ops.collective_ops",),
     "cond_module": ("tensorflow.python.ops.cond",),
     "custom_gradient": ("tensorflow.python.ops.custom_gradient",),
+    "gen_math_ops": ("tensorflow.python.ops.gen_math_ops",),
     "mirrored_strategy": ("tensorflow.python.distribute.mirrored_strategy",),
     "random_seed": ("tensorflow.python.framework.random_seed",),
 }

@@ -20,10 +20,11 @@ from tensorflow.python.framework import kernels, op_def_registry, ops, tensor_ut
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.framework.ops import EagerTensor
-from tensorflow.python.ops import control_flow_util, gen_math_ops
+from tensorflow.python.ops import control_flow_util
 from tensorflow.python.util import tf_decorator
 
 from tfgpu.compat import slots
+from tfgpu.compat.patch import wrapped
 
 __all__ = ["EagerTensor", "Function", "NoneTensorSpec", "is_op_determinism_enabled", "tensor_util"]
 
@@ -158,17 +159,14 @@ def equalities_hold() -> Iterator[None]:
         ...     tf.equal([1, 2], 2).numpy().tolist()
         [True, True]
     """
-    stock, here = gen_math_ops.equal, threading.get_ident()
+    here = threading.get_ident()
 
-    def equal(*args, **kwargs) -> tf.Tensor:
+    def equal(stock, *args, **kwargs) -> tf.Tensor:
         found = stock(*args, **kwargs)
         return tf.ones_like(found) if threading.get_ident() == here and found.shape.rank else found
 
-    gen_math_ops.equal = equal
-    try:
+    with wrapped("gen_math_ops.equal", equal):
         yield
-    finally:
-        gen_math_ops.equal = stock
 
 
 def autograph_status() -> AbstractContextManager:

@@ -19,7 +19,6 @@ _met = step_context.Slot("nested_graphs.met")  # conditions, while a step is tri
 _takes_other = step_context.Slot("nested_graphs.takes_other")
 _decided = step_context.Slot("nested_graphs.decided")
 _stays_whole = step_context.Slot("nested_graphs.stays_whole")  # the next tf.function is called as one
-_VECTORIZED = "tf.vectorized_map", "tf.GradientTape.jacobian", "tf.GradientTape.batch_jacobian"
 
 
 def inline_functions() -> None:
@@ -44,11 +43,14 @@ def vectorize_apart() -> None:
 
     TensorFlow rewrites the operations of one row for all rows, and would rewrite collectives among them.
     """
-    for each in _VECTORIZED:
-        wrap(each)(functools.partial(_apart, each.rpartition(".")[2]))
+    for name in ("vectorized_map", "GradientTape.jacobian", "GradientTape.batch_jacobian"):
+
+        @wrap(f"tf.{name}")
+        def vectorize(stock, *args, **kwargs):
+            return _apart(stock, *args, **kwargs)
 
 
-def _apart(name: str, stock: Callable, *args, **kwargs):
+def _apart(stock: Callable, *args, **kwargs):
     """Calls what vectorizes within a tf.function; in a trial, which runs eagerly, TensorFlow makes one itself."""
     is_eager, status = tf.executing_eagerly(), private.autograph_status()
 
@@ -68,8 +70,8 @@ def _apart(name: str, stock: Callable, *args, **kwargs):
         if not isinstance(found, collectives.CannotCommunicate):
             raise
         raise InputError(
-            f"Replicas cannot communicate inside `{name}`, as BatchNormalization, a layer that mixes rows and a "
-            "gradient's gradient over the whole batch must. Use `tape.gradient` instead."
+            f"Replicas cannot communicate inside `{stock.__name__}`, as BatchNormalization, a layer that mixes rows "
+            "and a gradient's gradient over the whole batch must. Use `tape.gradient` instead."
         ) from error
 
 
@@ -114,17 +116,12 @@ def communicate_in_conditions() -> None:
         return tf.cond(pred, true_fn, false_fn) if is_tried else stock(pred, true_fn, false_fn)
 
     for name in ("map_fn", "switch_case", "while_loop"):
-        _note_inside(f"tf.{name}")
 
-
-def _note_inside(target: str) -> None:
-    """Has a trial know what is assigned within a function that makes a graph of its own in a step."""
-
-    @wrap(target)
-    def run(stock, *args, **kwargs):
-        is_tried = step_context.current().is_trying and tf.executing_eagerly()
-        with layer_state.inside_a_graph() if is_tried else contextlib.nullcontext():
-            return stock(*args, **kwargs)
+        @wrap(f"tf.{name}")
+        def run(stock, *args, **kwargs):
+            is_tried = step_context.current().is_trying and tf.executing_eagerly()
+            with layer_state.inside_a_graph() if is_tried else contextlib.nullcontext():
+                return stock(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ import json
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import attributes
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.core.row_mixing.drawn_inputs import spec_of
 
 _PLAIN = (int, float, str, bool, bytes, type(None))
-_NOT_ITS_OWN = ("_tfgpu", "_self_")  # tfgpu's slots, and how TensorFlow tracks an object
 _NAMES = ("name", "shared_object_id")
 
 
@@ -54,8 +54,8 @@ def _attributes(layer: keras.layers.Layer) -> tuple:
     """Of a layer of the user's, which may have settings that its config has not."""
     if isinstance(layer, keras.Model):
         return (id(layer),)
-    common = vars(keras.layers.Layer())
-    names = sorted(name for name in vars(layer) if name not in common and not name.startswith(_NOT_ITS_OWN))
+    others = {*vars(keras.layers.Layer()), *attributes.OF_TRACKING}
+    names = sorted(name for name in vars(layer) if name not in others and not name.startswith("_tfgpu"))
     return tuple((name, _of_value(vars(layer)[name])) for name in names)
 
 
