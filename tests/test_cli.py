@@ -404,7 +404,7 @@ def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_pa
     command = [sys.executable, "-c", LEFT_AT_THE_END, "train", *SMALL, "--epochs", "1", "--output", "cut"]
     left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=550)
     assert left.returncode == 75, left.stderr
-    assert left.stderr.splitlines()[-1].endswith("report. Resume with: tfgpu train --resume --output cut")
+    assert left.stderr.splitlines()[-1].endswith("incomplete. Resume with: tfgpu train --resume --output cut")
     assert not (tmp_path / "cut" / "model.keras").exists()
     resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr

@@ -90,7 +90,7 @@ def test_training_is_close_to_that_in_float32(dtype, kind):
     expected, found = (fit(made(each, kind=optimizer)) for each in (None, dtype))
     assert expected[-1] < 0.7 * expected[0]
     np.testing.assert_allclose(found, expected, rtol=0.1)
-    assert found != expected
+    assert (found != expected) == (kind != "Adafactor")  # which reads vectors in place of a kernel's velocity
 
 
 @pytest.mark.slow

@@ -148,6 +148,7 @@ def test_a_run_resumes_from_its_adapters_alone(replicas, stage, tmp_path):
 @pytest.mark.slow
 def test_adapters_take_a_fiftieth_of_a_checkpoint(tmp_path):
     """Rank 4 on all attention projections of a transformer of 4 blocks of 512."""
+    tfgpu.repair_keras()
 
     def made():
         keras.utils.set_random_seed(1)
