@@ -36,8 +36,6 @@ FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.
 
 # Texts that are private names in the libraries by chance: of events in a trace, of operations, and Python's.
 CHANCE = {"_c", "_p", "_r", "_EagerConst", "_HostRecv", "_HostSend", "_Recv", "_Send", "_abc_impl"}
-# Known, and not to stay: by file and text.
-LEFT = {("core/profiling_hooks.py", "_numpy"), ("core/row_mixing/fingerprints.py", "_self_")}
 
 # Functions that take an attribute's, or a module's, name as a text.
 BY_TEXT = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "import_module", "__import__"}
@@ -218,7 +216,7 @@ def test_no_private_name_stands_outside_compat(without_collection):
     lines = []
     for path in FILES:
         place = path.relative_to(PACKAGE).as_posix()
-        as_texts = [(line, repr(name)) for line, name in private_texts(path) if (place, name) not in LEFT]
+        as_texts = [(line, repr(name)) for line, name in private_texts(path)]
         found = sorted({*private_modules(path), *private_attributes(path), *as_texts})
         lines += [f"tfgpu/{place}:{line}: {name}" for line, name in found]
     parsed.cache_clear()  # some 60 MB

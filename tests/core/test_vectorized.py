@@ -1,4 +1,4 @@
-"""What TensorFlow vectorizes in a step of one's own, `tf.vectorized_map` and jacobians: replicas are one device."""
+"""`tf.vectorized_map` and jacobians in a custom training step: several replicas give one device's result."""
 
 import logging
 

@@ -145,7 +145,7 @@ class LossTrial:
         count = int(rows[0].shape[0])
         part = count // 3
         whole, again = self._computed(rows), self._computed(rows)
-        kept = self._assigned
+        kept, noted = self._assigned, self._noted
         self._gives_one_number = whole.ndim == 0
         if not np.isfinite(whole).all():
             return None
@@ -157,7 +157,7 @@ class LossTrial:
             if is_cut:
                 raise
             return Needs.ALL_GIVES_ROWS if whole.shape[:1] == (count,) else Needs.ALL
-        is_kept = self._are_parts_of(kept, (one, other), (part / count, 1 - part / count))
+        is_kept = self._are_parts_of(kept, (one, other), (part / count, 1 - part / count), noted)
         if whole.shape[:1] == (count,) and first.shape[:1] == (part,):
             if not is_kept:
                 return Needs.ALL_GIVES_ROWS
@@ -171,12 +171,13 @@ class LossTrial:
             return Needs.ITS_MEAN if is_kept and _close(whole, mean, first, second) else Needs.ALL
         return Needs.ALL
 
-    def _are_parts_of(self, whole: dict, parts: tuple[dict, dict], shares: tuple[float, float]) -> bool:
-        """Whether replicas make of what they assign what one device does."""
+    def _are_parts_of(
+        self, whole: dict, parts: tuple[dict, dict], shares: tuple[float, float], noted: layer_state.Noted
+    ) -> bool:
+        """Whether replicas make of what they assign what one device does; `noted` is of the whole."""
         for key, (variable, before, after) in whole.items():
             found = [part[key][2] if key in part else before for part in parts]
-            how = {"noted": self._noted, "close": comparison.CLOSE}
-            if not comparison.agrees(variable, before, after, found, shares, **how):
+            if not comparison.agrees(variable, before, after, found, shares, noted=noted, close=comparison.CLOSE):
                 return False
         return True
 
