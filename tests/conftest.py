@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(items):
             fast = {found[int(at * step)] for at in range(kept[0])} if step > 1 else {*found}
         else:
             fast = {item for item in found if {item.callspec.id, *item.callspec.id.split("-")} & {*kept}}
+        if not fast and not found[0].get_closest_marker("slow"):
+            raise pytest.UsageError(f"`sample` keeps no case of {found[0].nodeid}: name one, or mark the test slow.")
         for item in {*found} - fast:
             item.add_marker(pytest.mark.slow)
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 _FLUSH_S = 10.0
 _AGAIN_S = 0.5
-"""Seconds after Ctrl-C in which another one is the same: a terminal and a launcher may both send it."""
+"""Seconds after the first Ctrl-C in which another one does not end the process: a key may be pressed twice in a row."""
 _LOST_OUTPUT = 120
 """Exit code of an interpreter that could not flush its standard output."""
 
