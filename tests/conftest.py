@@ -40,8 +40,9 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Of the cases of a test that `sample` marks, all but those that it keeps are slow."""
+    picked = any("::" in arg for arg in config.args)  # perhaps not every case of a test
     cases = {}
     for item in items:
         if (sample := item.get_closest_marker("sample")) and hasattr(item, "callspec"):
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(items):
             fast = {found[int(at * step)] for at in range(kept[0])} if step > 1 else {*found}
         else:
             fast = {item for item in found if {item.callspec.id, *item.callspec.id.split("-")} & {*kept}}
-        if not fast and not found[0].get_closest_marker("slow"):
+        if not (fast or picked or found[0].get_closest_marker("slow")):
             raise pytest.UsageError(f"`sample` keeps no case of {found[0].nodeid}: name one, or mark the test slow.")
         for item in {*found} - fast:
             item.add_marker(pytest.mark.slow)
