@@ -41,8 +41,8 @@ def test_the_first_checkpoint_and_variable_are_named(tmp_path, capsys):
     assert verification.verify(one, other, atol=1.0).parting is None
     assert _execute(["compare", "weights", str(one), str(tmp_path / "run")]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "They part at epoch-0001-step-0000015, weights/0001 (dense/kernel): 1 of 3 numbers differ, the first at (2,): "
-        "3.0 and 3.5.",
+        "The first difference is in epoch-0001-step-0000015, weights/0001 (dense/kernel): 1 of 3 numbers differ, the "
+        "first at (2,): 3.0 and 3.5.",
         "Only one of them has epoch-0003.",
     ]
     assert _execute(["compare", "weights", str(one), str(one)]) == 0

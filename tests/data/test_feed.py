@@ -1,10 +1,13 @@
 import subprocess
 import sys
+import warnings
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfgpu import strategies
 from tfgpu.data import feed, load, position
 from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.errors import InputError
@@ -100,6 +103,16 @@ while (most < 2 or begun < 5) and time.monotonic() < until:
     time.sleep(0.05)
 print(most, begun, counter.next)
 """
+
+
+def test_fit_does_not_warn_that_the_data_is_not_shuffled():
+    data = load(numbered(8), global_batch=4)
+    with strategies.one_device().scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*shuffle=True.*")
+        model.fit(data.train, epochs=1, verbose=0)
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ def test_a_table_of_classes_is_classification(tmp_path):
             {"annotations": [{"image_id": 100, "category_id": 7}]},
             r"annotation 0 \(the first is 0\) needs image_id, category_id and bbox",
         ),
-        ({"images": [{"id": 1, "file_name": "none.png"}], "annotations": []}, "none.png, which is not there"),
-        ({"images": 3}, "Cannot read .*boxes.json as COCO's annotations"),
+        ({"images": [{"id": 1, "file_name": "none.png"}], "annotations": []}, "none.png, which does not exist"),
+        ({"images": 3}, "Cannot read .*boxes.json as COCO annotations"),
     ],
     ids=range(6),
 )
@@ -194,7 +194,7 @@ def test_wrong_annotations_are_named(tmp_path, changes, message):
 def test_wrong_masks_and_tables_are_named(tmp_path):
     masks(tmp_path / "m")
     (tmp_path / "m" / "masks" / "01.png").unlink()
-    with pytest.raises(InputError, match="images/01.png has no mask of its name"):
+    with pytest.raises(InputError, match="images/01.png has no mask of the same name"):
         load(f"masks:{tmp_path}/m", global_batch=4)
     (tmp_path / "m" / "masks" / "01.png").write_bytes(tf.io.encode_png(PICTURES[0]).numpy())
     with pytest.raises(InputError, match="masks/01.png must be a PNG of 8 bits of gray"):
@@ -212,7 +212,7 @@ def test_wrong_masks_and_tables_are_named(tmp_path):
             load(f"images:{tmp_path}/t/homes.csv{label}", global_batch=4)
     text = (tmp_path / "t" / "homes.csv").read_text()
     (tmp_path / "t" / "homes.csv").write_text(text.replace("03.png", "33.png"))
-    with pytest.raises(InputError, match="33.png, which is not there"):
+    with pytest.raises(InputError, match="33.png, which does not exist"):
         load(f"images:{tmp_path}/t/homes.csv#price", global_batch=4)
     (tmp_path / "t" / "homes.csv").write_text(text.replace("file,", "name,"))
     with pytest.raises(InputError, match="must have a column 'file'"):

@@ -113,7 +113,8 @@ def test_what_is_damaged_on_the_way_or_on_the_disk_is_fetched_anew(folder, serve
     with caplog.at_level("WARNING"):
         assert_same(epoch(remote(f"{url}/shards/", tmp_path)), expected)
     assert "is damaged; fetching it again" in caplog.text
-    assert len([request for request in facts["requests"][asked:] if request[1]]) == 2
+    # Two readers may find a block damaged at once, and both fetch it.
+    assert len({request for request in facts["requests"][asked:] if request[1]}) == 2
     assert all(BlockCache(tmp_path / "cache", 1 << 30).get(*_named(block)) for block in blocks)
 
 
@@ -241,6 +242,6 @@ def test_wrong_settings_name_the_fix(tmp_path):
         with pytest.raises(InputError, match=message):
             Remote(**{"url": "s3://b/f/", **settings})
     pytest.importorskip("fsspec")
-    with pytest.raises(InputError, match="fsspec knows no nothing://"):
+    with pytest.raises(InputError, match="fsspec does not support nothing://"):
         open_source(Remote("nothing://b/f/", cache_directory=tmp_path))
     assert tfgpu.data.parse_source("s3://bucket/folder/").kind == "remote"

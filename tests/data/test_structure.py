@@ -189,7 +189,7 @@ def test_numbers_and_names_mix_and_are_not_written_as_shards(tmp_path):
     ("source", "settings", "message"),
     [
         ((NAMED, TARGETS, W[:7]), {}, "one row per example"),
-        ((NAMED, TARGETS, -W), {}, "number from 0"),
+        ((NAMED, TARGETS, -W), {}, "at least 0 and finite"),
         ((NAMED, {"day": np.zeros(30, "datetime64[D]")}), {}, "must be numbers"),
         ((NAMED, TARGETS), {"task": {"prise": "regression"}}, "Did you mean 'price'"),
         ((X, NUMBERS), {"task": {"price": "regression"}}, "needs named targets"),

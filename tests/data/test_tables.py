@@ -169,7 +169,7 @@ def test_a_row_is_placed_as_an_editor_counts_lines(tmp_path):
         ("many,1,flat,1", "#price,kind", "'many' in line 52"),
         ("1,1,flat,heavy", "#price,kind", "'heavy' in line 52"),
         ("1,,flat,1", "#price,kind", "'price' has 1 missing value.*line 52"),
-        ("1,1,flat,-1", "#price,kind", "sample weights must be a number from 0"),
+        ("1,1,flat,-1", "#price,kind", "sample weights must be at least 0 and finite. Received: -1.0"),
         ("1,1,flat,1", "#prise,kind", "Did you mean 'price'"),
         ("1,1,flat,1", "#kind,kind", "named once"),
     ],

@@ -22,7 +22,7 @@ def tfgpu(*words: str, environ: dict, cwd) -> subprocess.CompletedProcess:
     [
         (["--hosts", "a,b"], "--hosts is for --train. Add --train, or omit --hosts."),
         (["--output", "it.zip"], "--output is for --bundle. Add --bundle, or omit --output."),
-        (["--json", "--fix"], "--json and --fix exclude each other"),
+        (["--json", "--fix"], "--json and --fix cannot be combined"),
         (["--train", "--hosts", "a"], "--hosts must list two or more machines"),
         (["--bundle", "--run", "nowhere"], "There is no folder 'nowhere'"),
     ],

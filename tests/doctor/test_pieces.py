@@ -61,4 +61,4 @@ def test_wrong_input(clean, tmp_path):
     missing = doctor(tmp_path, "nowhere.py", environ=clean)
     assert missing.returncode == 2 and "There is no script 'nowhere.py'" in missing.stderr
     mixed = doctor(tmp_path, "train.py", "--fix", environ=clean)
-    assert mixed.returncode == 2 and "takes --json and --json-to alone" in " ".join(mixed.stderr.split())
+    assert mixed.returncode == 2 and "takes only --json and --json-to" in " ".join(mixed.stderr.split())

@@ -100,7 +100,7 @@ def test_with_accumulation_it_is_refused():
         ({"top_k": 0}, "above 0 and up to 1"),
         ({"top_k": 1.5}, "above 0 and up to 1"),
         ({"top_k": True}, "above 0 and up to 1"),
-        ({"top_k": 0.1, "reduce_dtype": "float16"}, "exclude each other"),
+        ({"top_k": 0.1, "reduce_dtype": "float16"}, "cannot be combined"),
         ({"kind": "one_device", "top_k": 0.1}, "`top_k` does not apply to `one_device`"),
     ],
 )

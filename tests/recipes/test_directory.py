@@ -41,7 +41,7 @@ def test_config_repeats_the_run_and_skips_the_facts(finished):
     ("options", "expected"),
     [
         ({}, "contains another run. Add --resume or --overwrite, or use another --output."),
-        ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"resume": True, "overwrite": True}, "cannot be combined"),
     ],
 )
 def test_a_directory_with_a_run_is_refused(finished, options, expected):

@@ -22,7 +22,7 @@ _NAME = 24
     "compare",
     cls=screen.Command,
     short_help="Compare runs side by side, or their weights one by one.",
-    help="Compare runs: print a table, and write a page with their curves (not with --json).",
+    help="Print a table of runs, and write a page with their curves; with --json, print JSON only.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu compare runs/a runs/b\n\n"

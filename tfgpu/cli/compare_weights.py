@@ -46,7 +46,7 @@ def compare_weights(
             print(f"Equal {how}: {found.arrays} arrays{places}.")
         else:
             where = f"{found.parting.where}, " if found.parting.where else ""
-            print(printable(f"They part at {where}{found.parting.variable}: {found.parting.reason}."))
+            print(printable(f"The first difference is in {where}{found.parting.variable}: {found.parting.reason}."))
         if found.only_one:
             print(printable(f"Only one of them has {', '.join(found.only_one)}."))
     if found.parting is not None:

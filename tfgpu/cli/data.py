@@ -93,7 +93,7 @@ def check_data(folder: argument(Path, "OUT", "A folder written by `data write`."
 def serve_data(
     workers: option(int, "Number of worker processes.", "--workers", "-n", metavar="N") = 1,
     port: option(int, "The dispatcher's port; 0 takes a free one.", metavar="N") = 0,
-    host: option(str, "This machine's name for other machines.", metavar="NAME") = "localhost",
+    host: option(str, "Name by which other machines reach this one.", metavar="NAME") = "localhost",
     join: option(str | None, "Add workers to this dispatcher.", metavar="HOST:PORT") = None,
 ) -> None:
     start_tensorflow()

@@ -40,17 +40,17 @@ class Options:
     model: option(str | None, "Also advise on the layers of this model.", metavar="NAME") = None
     train: _train(
         bool,
-        "Also measure, and train with every strategy: two minutes. Devices and links are measured. Each check is "
-        "shown as it ends; Ctrl-C keeps the checks so far.",
+        "Also measure devices and links, and train with every strategy (two minutes). Each check is shown as it ends; "
+        "Ctrl-C keeps the checks so far.",
         "--train",
     ) = False
     hosts: _train(
-        str | None, "Machines to reach by ssh, for --train: host1,host2; [two processes here].", metavar="HOSTS"
+        str | None, "Machines to reach by ssh, for --train: host1,host2 [two processes here].", metavar="HOSTS"
     ) = None
-    ssh: _train(str | None, "ssh with your own options.", metavar="COMMAND") = None
+    ssh: _train(str | None, "The ssh command, with your own options.", metavar="COMMAND") = None
     bundle: _bundle(bool, "Write a .zip to attach to a bug report.", "--bundle") = False
     run: _bundle(Path | None, "A run, or the logs of a launch, to include.", metavar="DIR") = None
-    output: _bundle(Path | None, "Its name [tfgpu-doctor-<time>.zip].", "--output", "-o", metavar="FILE") = None
+    output: _bundle(Path | None, "The bundle [tfgpu-doctor-<time>.zip].", "--output", "-o", metavar="FILE") = None
 
 
 @app.command(
@@ -74,7 +74,7 @@ def doctor(options: Options) -> None:
         _examine_script(options)
         return
     if options.as_json and options.fix:
-        raise InputError("--json and --fix exclude each other: --json includes each command. Give one of them.")
+        raise InputError("--json and --fix cannot be combined: --json includes each command. Give one of them.")
     _only_with("--train", options.train, {"--hosts": options.hosts, "--ssh": options.ssh})
     _only_with("--bundle", options.bundle, {"--run": options.run, "--output": options.output})
     from tfgpu.doctor import advise, gather, judge, selftest, stops_training
@@ -111,7 +111,7 @@ def _examine_script(options: Options) -> None:
     others = replace(options, script=None, as_json=False, json_to=None)
     if others != Options():
         raise InputError(
-            "With a script, `tfgpu doctor` takes --json and --json-to alone. Run it without a script for the machine."
+            "With a script, `tfgpu doctor` takes only --json and --json-to. To check the machine, omit the script."
         )
     from tfgpu.doctor import pieces
 
@@ -127,7 +127,7 @@ def _examine_script(options: Options) -> None:
 def _show_pieces(found: Any) -> None:
     console = Console()
     if found.pieces:
-        table = screen.table("piece", "computed", "known by", "why", "travels", fold=True)
+        table = screen.table("piece", "computed", "known by", "why", "sent", fold=True)
         for piece in found.pieces:
             cells = (piece[name] for name in ("name", "verdict", "source", "why", "traffic"))
             table.add_row(*map(escape, cells))
@@ -135,7 +135,7 @@ def _show_pieces(found: Any) -> None:
     if found.error:
         complain(f"The script ended before its first step: {found.error}")
     elif not found.replicas:
-        console.print("The script made no training step on several replicas: it needs `tfgpu.strategy`.")
+        console.print("The script ran no training step on several replicas. Make its strategy with `tfgpu.strategy()`.")
     elif not found.pieces:
         console.print("Every piece of the step is Keras's own, and is computed by rows.")
 

@@ -42,16 +42,16 @@ class Options:
     ) = None
     parameter_servers: option(int, "Number of parameter servers, which also add a chief.", "--ps", metavar="N") = 0
     evaluator: option(bool, "Add a process that evaluates what the others save.", "--evaluator") = False
-    gpus_per_worker: option(int | None, "GPUs per worker [an equal share]; 0 trains on the CPU.", metavar="G") = None
-    max_restarts: option(int, "How often to restart all processes after a failure.", metavar="R") = 0
-    startup_timeout: option(float, "Seconds to wait for all processes at the start.", metavar="S") = 60.0
+    gpus_per_worker: option(int | None, "GPUs per worker [an equal share]; 0 trains on the CPU.", metavar="N") = None
+    max_restarts: option(int, "How often to restart all processes after a failure.", metavar="N") = 0
+    startup_timeout: option(float, "Seconds to wait for all processes at the start.", metavar="SECONDS") = 60.0
     heartbeat_timeout: option(
-        float, "Seconds without a heartbeat after which a process has failed; 0: never.", metavar="S"
+        float, "Seconds without a heartbeat after which a process has failed; 0: never.", metavar="SECONDS"
     ) = 60.0
     grace_period: option(
         float | None,
         f"Seconds to save after Ctrl-C, SIGTERM or preemption [{GRACE_S:g}; Slurm, Kubernetes: {_BATCH_GRACE_S}].",
-        metavar="S",
+        metavar="SECONDS",
     ) = None
     logs: option(Path | None, "Folder for the log files [tfgpu-logs/<time>-<script>].", metavar="DIR") = None
     no_logs: option(bool, "Write no log files.", "--no-logs") = False
@@ -61,7 +61,7 @@ class Options:
     hosts: _ssh(str | None, "Machines to reach by ssh: host1,host2.", metavar="HOSTS") = None
     python: _ssh(str | None, "Python interpreter on the machines [as here].", metavar="PATH") = None
     directory: _ssh(str | None, "Working directory on the machines [as here].", metavar="DIR") = None
-    ssh: _ssh(str | None, "ssh with your own options.", metavar="COMMAND") = None
+    ssh: _ssh(str | None, "The ssh command, with your own options.", metavar="COMMAND") = None
     slurm: _slurm(bool, "Submit to Slurm; -n: processes on all nodes together.", "--slurm") = False
     nodes: _slurm(str | None, "Number of machines [1].", metavar="N") = None
     time: _slurm(str | None, "Time limit: minutes, 12:00:00 or 2-12:00:00 [the partition's].", metavar="LIMIT") = None
@@ -84,7 +84,7 @@ class Options:
     cpu: _kubernetes(str | None, "Cores of each pod [4].", metavar="N") = None
     memory: _kubernetes(str | None, "Memory of each pod [16Gi].", metavar="SIZE") = None
     shared_memory: _kubernetes(str | None, "/dev/shm of each pod [2Gi].", metavar="SIZE") = None
-    scheduling_timeout: _kubernetes(int | None, "Seconds within which all pods must start [600].", metavar="S") = None
+    scheduling_timeout: _kubernetes(int | None, "Limit for the start of all pods [600].", metavar="SECONDS") = None
     port: _kubernetes(int | None, "Port of the workers [2222].", metavar="PORT") = None
     user: _kubernetes(int | None, "User that the container runs as [10001].", metavar="UID") = None
     pull_secret: _kubernetes(str | None, "Secret for the image registry.", metavar="NAME") = None
@@ -123,7 +123,7 @@ def launch_script(options: Options) -> None:
 
 
 def _check(options: Options) -> None:
-    """Rejects options that exclude each other, or that belong to another engine."""
+    """Rejects options that cannot be combined, or that belong to another engine."""
     if options.nodes is not None and not options.nodes.isdecimal():
         raise InputError(
             f"--nodes is the number of machines, for --slurm. Received: {options.nodes!r}. "
@@ -131,7 +131,7 @@ def _check(options: Options) -> None:
         )
     engines = [name for name in ("hosts", "slurm", "kubernetes") if getattr(options, name) not in (None, False)]
     if len(engines) > 1:
-        raise InputError(f"--{engines[0]} and --{engines[1]} exclude each other. Give one of them.")
+        raise InputError(f"--{engines[0]} and --{engines[1]} cannot be combined. Give one of them.")
     if options.hosts is None:
         _only_with("--hosts HOSTS", _given(options, _OF_SSH))
     if not options.slurm:
@@ -139,7 +139,7 @@ def _check(options: Options) -> None:
     if options.kubernetes is None:
         _only_with("--kubernetes KIND", _given(options, _OF_KUBERNETES))
     if options.no_logs and options.logs:
-        raise InputError("--logs and --no-logs exclude each other. Give one of them.")
+        raise InputError("--logs and --no-logs cannot be combined. Give one of them.")
     if options.kubernetes is not None and options.logs is not None:
         raise InputError("--logs is not for Kubernetes, which keeps the pods' logs itself. Use `kubectl logs`.")
 

@@ -42,7 +42,7 @@ class Options:
     sequence: _model(int | None, "Transformer: sequence length.") = None
     vocabulary: _model(int | None, "Transformer: vocabulary size.") = None
     mlp: _model(int | None, "Transformer: hidden size of the MLP [4 times --hidden].") = None
-    dropout: _model(bool, "Transformer: uses dropout, whose masks take memory.", "--dropout") = False
+    dropout: _model(float, "Transformer: dropout rate; above 0, its masks take memory.", metavar="NUMBER") = 0.0
     pretrained: _model(
         str | None,
         f"A published model, such as llama3-8b. One of: {', '.join(DECODERS)}; with --sequence [2048].",
@@ -131,7 +131,9 @@ def _about(options: Options, work: Workload) -> str:
 
 def _workload(options: Options) -> Workload:
     builder_options = pairs("--model-option", options.model_option or [])
-    values = {name: getattr(options, name) for name in (*_SIZES, "mlp", "dropout")}
+    if not 0 <= options.dropout < 1:
+        raise InputError(f"--dropout must be at least 0 and below 1. Received: {options.dropout}.")
+    values = {name: getattr(options, name) for name in (*_SIZES, "mlp")} | {"dropout": options.dropout > 0}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
     model, precision = options.model, options.precision
     if options.pretrained is not None:

@@ -32,7 +32,7 @@ _ANSWER_S = 30.0
     "top",
     cls=screen.Command,
     short_help="Show GPUs, CPUs, memory, and what limits a running training.",
-    help="Show GPUs, their processes, CPUs, memory and disks; with RUN also step time, energy and what limits it.",
+    help="Show GPUs, their processes, CPUs, memory and disks; with RUN also its step time, energy and bottleneck.",
     epilog=(
         "Quit with q or Ctrl-C.\n\n[bold]Examples[/]\n\ntfgpu top\n\ntfgpu top runs/best\n\ntfgpu top --once --json"
     ),

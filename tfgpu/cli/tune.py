@@ -93,7 +93,7 @@ def tune(
 
 def _searched(words: list[str] | None, file: Path | None, *, allow_code: bool) -> dict[str, Any] | None:
     if words and file is not None:
-        raise InputError("--search and --space exclude each other. Keep one of them.")
+        raise InputError("--search and --space cannot be combined. Keep one of them.")
     if file is not None:
         values = reading.read(file)
         refuse_code_searched(values, str(file), allow=allow_code)

@@ -153,11 +153,6 @@ def replace_graph_runner(graph: Functional, run: Callable) -> None:
     object.__setattr__(graph, "_run_through_graph", run)
 
 
-def calls_given(layers: Sequence[keras.layers.Layer]) -> list:
-    """For each layer, the number of places where it is called."""
-    return [len(layer._inbound_nodes) for layer in layers]
-
-
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """The axes over which a built BatchNormalization takes its moments."""
     return layer._reduction_axes

@@ -260,8 +260,8 @@ def _stages(stages, examples: Examples) -> tuple[tuple[str, dict[str, Any]], ...
     mixes = augmentations.mixes(stages)
     if mixes and given is not None:
         raise InputError(
-            f"MixUp and CutMix need one class per example and no sample weights. Received: {examples.name} with others."
-            " Remove them from `augment`."
+            f"MixUp and CutMix need one class per example and no sample weights, unlike {examples.name}. Remove them "
+            "from `augment`."
         )
     augmentation.check(stages, name=examples.name, shape=examples.shape, labels_rank=examples.labels.ndim)
     if stages and given is not None:

@@ -166,7 +166,7 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
     classes = int(labels.max()) + 1
     if class_names:
         if classes > len(class_names):
-            raise InputError(f"{name} has a label {classes - 1}, but {len(class_names)} classes. Number them from 0.")
+            raise InputError(f"{name} has the label {classes - 1}, but {len(class_names)} classes. Number them from 0.")
         return labels, tuple(str(c) for c in class_names)
     if labels.ndim == 1 and classes > max(len(labels), 2):
         raise InputError(

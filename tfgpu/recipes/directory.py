@@ -50,7 +50,7 @@ def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = 
         InputError: it contains another run, other files, or no run to resume; or it is not writable.
     """
     if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other. Use one of them.")
+        raise InputError("--resume and --overwrite cannot be combined. Use one of them.")
     if output is None:
         if resume:
             raise InputError("--resume needs the run's directory. Add --output DIR.")

@@ -100,7 +100,7 @@ def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
     if top_k is not None and not (is_number and 0 < top_k <= 1):
         raise InputError(f"`top_k` must be a number above 0 and up to 1, such as 0.01. Received: {top_k!r}.")
     if reduce_dtype is not None and top_k is not None:
-        raise InputError(f"`top_k` and `reduce_dtype` exclude each other. Received: {top_k}, {reduce_dtype!r}.")
+        raise InputError(f"`top_k` and `reduce_dtype` cannot be combined. Received: {top_k}, {reduce_dtype!r}.")
     for name, value in (("reduce_dtype", reduce_dtype), ("top_k", top_k)):
         if value is not None and not repairs.is_enabled():
             raise InputError(f"`{name}` needs the Keras repairs, which TFGPU_REPAIR=0 switches off. Unset it.")

@@ -34,6 +34,8 @@ def shard_batches() -> None:
     @wrap("TFEpochIterator.__init__")
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         strategy = distribute_strategy
+        if isinstance(data := kwargs.get("x"), tf.data.Dataset) and worker_rows.of(data) is not None:
+            kwargs["shuffle"] = False  # Keras would warn that it cannot shuffle what `tfgpu.data` has shuffled
         if isinstance(strategy, tf.distribute.OneDeviceStrategy):
             stock(self, Undistributed(strategy), *args, **kwargs)
             training.set_iterator_strategy(self, strategy)

@@ -67,7 +67,7 @@ class Remote:
         whole_number("attempts", self.attempts)
         whole_number("connections", self.connections)
         if not is_number(self.wait_s) or self.wait_s < 0:
-            raise InputError(f"`wait_s` must be a number of seconds from 0. Received: {self.wait_s!r}.")
+            raise InputError(f"`wait_s` must be 0 or more seconds. Received: {self.wait_s!r}.")
 
 
 class Storage:
@@ -246,7 +246,7 @@ class RemoteFile:
             if len(content) == self.size != length:  # a server without ranges sends all
                 content = content[start : start + length]
             if len(content) != length:
-                raise OSError(f"{len(content)} bytes came in place of {length}")
+                raise OSError(f"received {len(content)} bytes instead of {length}")
             return content
 
         try:
@@ -269,7 +269,7 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MachineError(f"{_missing(protocol)} ({_line(error)})") from error
     except ValueError as error:
-        raise InputError(f"fsspec knows no {protocol}:// files: {_line(error)}. Check the URL.") from error
+        raise InputError(f"fsspec does not support {protocol}:// addresses: {_line(error)}. Check the URL.") from error
 
 
 def _is_refusal(error: Exception) -> bool:

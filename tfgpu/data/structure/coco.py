@@ -54,7 +54,7 @@ def read(path: Path, folder: str | None) -> Annotated:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, LookupError) else " ".join(str(error).split())[:200]
         raise InputError(
-            f"Cannot read {path} as COCO's annotations: {reason}. It needs images (id, file_name, height, width), "
+            f"Cannot read {path} as COCO annotations: {reason}. It needs images (id, file_name, height, width), "
             "annotations (image_id, category_id, bbox) and categories (id, name)."
         ) from error
     boxes: list[list] = [[] for _ in images]
@@ -104,7 +104,7 @@ def targets(
     for file in files:
         for number, name in file.categories.items():
             if categories.setdefault(number, name) != name:
-                raise InputError(f"{file.path}: category {number} is {name!r}, and {categories[number]!r} elsewhere.")
+                raise InputError(f"{file.path}: category {number} is {name!r}, but {categories[number]!r} elsewhere.")
     label_of = {number: at for at, number in enumerate(sorted(categories))}
     rows = [(file, *each) for file in files for each in zip(file.pictures, file.sizes, file.boxes, strict=True)]
     most = max([1, *(len(boxes) for *_, boxes in rows)])

@@ -85,8 +85,11 @@ def _weights(given: Any, name: str) -> np.ndarray:
         weights = np.asarray(given, np.float32)
     except (ValueError, TypeError) as error:
         raise InputError(f"{name}: sample weights must be numbers. Received: {error}.") from error
-    if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any():
-        raise InputError(f"{name}: sample weights must be a number from 0 per example. Received: {weights.shape}.")
+    if weights.ndim != 1:
+        raise InputError(f"{name}: sample weights must be one number per example. Received: shape {weights.shape}.")
+    is_wrong = ~np.isfinite(weights) | (weights < 0)
+    if is_wrong.any():
+        raise InputError(f"{name}: sample weights must be at least 0 and finite. Received: {weights[is_wrong][0]}.")
     return weights
 
 

@@ -132,7 +132,9 @@ def _pairs(folder: Path) -> list[tuple[Path, Path]]:
     for one, other, what in ((pictures, masks, "mask"), (masks, pictures, "picture")):
         lonely = sorted(one.keys() - other.keys())
         if lonely:
-            raise InputError(f"{one[lonely[0]]} has no {what} of its name ({len(lonely)} in total). Add or remove it.")
+            raise InputError(
+                f"{one[lonely[0]]} has no {what} of the same name ({len(lonely)} in total). Add or remove it."
+            )
     for path in masks.values():
         _check_mask(path)
     return [(pictures[name], masks[name]) for name in sorted(pictures)]
@@ -206,6 +208,6 @@ def with_mask(image: tf.Tensor, path: tf.Tensor, size: tuple[int, int] | None) -
 def _check_there(name: str, pictures: Sequence[Path]) -> None:
     missing = [path for path in pictures if not path.is_file()]
     if missing:
-        raise InputError(f"{name} names the picture {missing[0]}, which is not there ({len(missing)} in total).")
+        raise InputError(f"{name} names the picture {missing[0]}, which does not exist ({len(missing)} in total).")
     if not pictures:
         raise InputError(f"{name} names no pictures. Add at least one.")

@@ -230,7 +230,8 @@ class _Tokens:
             self.targets, self.one_each = np.asarray(targets), True
             if len(self.targets) != len(self.lengths):
                 raise InputError(
-                    f"`targets` must have one per sequence. Received: {len(self.targets)} for {len(self.lengths)}."
+                    f"`targets` must have one entry per sequence. Received: {len(self.targets)} for "
+                    f"{len(self.lengths)} sequences."
                 )
         with tf.device("CPU:0"):
             names = ("values", "lengths", "starts", "targets", "weights")
@@ -240,8 +241,8 @@ class _Tokens:
         longest = int(self.lengths.max())
         if whole_number(name, length) < longest:
             raise InputError(
-                f"`{name}` must be at least the longest sequence's. Received: {length!r}, and sequence "
-                f"{int(self.lengths.argmax())} of {longest} tokens. Increase it, or truncate the sequence."
+                f"`{name}` must be at least the length of the longest sequence. Received: {length!r}, but sequence "
+                f"{int(self.lengths.argmax())} has {longest} tokens. Increase it, or truncate the sequence."
             )
 
     def padded(self, index: tf.Tensor, length: tf.Tensor):

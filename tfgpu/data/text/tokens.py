@@ -196,7 +196,7 @@ def _lengths(lengths: Sequence[int] | int | None, longest: int) -> np.ndarray:
     found = increasing("lengths", lengths)
     if found[-1] < longest:
         raise InputError(
-            f"`lengths` must reach the longest sequence. Received: {found[-1]}, and one of {longest} tokens. Increase "
+            f"`lengths` must reach the longest sequence. Received: {found[-1]}, but one has {longest} tokens. Increase "
             "it, or tokenize with truncation=True, max_length=..."
         )
     return found

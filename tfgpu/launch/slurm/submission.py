@@ -177,7 +177,7 @@ def launch(
         say(batch_file(job, allocation).rstrip("\n"))
         return 0
     if in_step():
-        raise InputError("This runs inside an `srun`. Omit --slurm and its options: `srun tfgpu run SCRIPT`.")
+        raise InputError("This already runs inside an `srun`. Omit --slurm and its options: `srun tfgpu run SCRIPT`.")
     submitted = submit(job, allocation)
     say(submitted.how_to_follow())
     if not wait:

@@ -226,7 +226,7 @@ def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
             writer.close()
     except OSError as error:
         raise MachineError(
-            f"Cannot keep this worker's rows in {folder}: {error}. Set `spark.local.dir` to a larger disk, or take "
+            f"Cannot keep this worker's rows in {folder}: {error}. Set `spark.local.dir` to a larger disk, or use "
             "more workers."
         ) from error
     return path, rows
@@ -323,7 +323,7 @@ def to_array(column, name: str):
     if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
         raise InputError(
             f"Column {name!r} has the type {kind}. Expected numbers, booleans, strings, bytes, or lists of numbers. "
-            "(A vector of Spark ML: `pyspark.ml.functions.vector_to_array`.)"
+            "Convert a Spark ML vector with `pyspark.ml.functions.vector_to_array`."
         )
     array = values.to_numpy(zero_copy_only=False).reshape(shape)
     return array.astype(np.float32) if array.dtype.kind == "f" else array

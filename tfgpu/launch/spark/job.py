@@ -248,7 +248,7 @@ def run_task(spec: TaskSpec, batches: Iterator) -> Iterator:
         path, rows = spark_data.spool(batches, folder)
         if rows != assignment.rows_of(rank):
             raise MachineError(
-                f"Spark gave worker {rank} {rows} rows, {assignment.rows_of(rank)} were counted before: the data "
+                f"Spark gave worker {rank} {rows} rows, but counted {assignment.rows_of(rank)} before: the data "
                 "changes each time it is read. Write it to a table first, or use `DataFrame.checkpoint()`."
             )
         host = context.getTaskInfos()[rank].address.rpartition(":")[0] or context.getTaskInfos()[rank].address
