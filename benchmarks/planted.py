@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.core import profiling_hooks
+from tfgpu.core import block_event
 from tfgpu.measure import profile
 from tfgpu.measure.profiling import drawing, writing
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _mark() -> None:
-    with profiling_hooks.steps_begin(0, 1, "train", "pace", jit=False):
+    with block_event.steps_begin(0, 1, "train", "pace", jit=False):
         pass
 
 

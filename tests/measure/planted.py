@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.core.profiling_hooks import Stage
 from tfgpu.measure import profile
 from tfgpu.measure.profiling import trace, verdict
 from tfgpu.measure.profiling.around import Around, Change
+from tfgpu.measure.profiling.hooks import Stage
 from tfgpu.measure.profiling.verdict import Report
 
 RECORDED = Path(__file__).with_name("recorded")

@@ -7,7 +7,7 @@ import pytest
 from planted import Watch
 
 import tfgpu
-from tfgpu.core import profiling_hooks
+from tfgpu.core import block_event
 
 
 def data():
@@ -56,13 +56,13 @@ def test_an_eager_fit_is_found_with_the_line_that_reads(tmp_path):
 @pytest.fixture
 def seen(monkeypatch):
     """The kind of each marked call, and what set its number of steps."""
-    found, begin = set(), profiling_hooks.steps_begin
+    found, begin = set(), block_event.steps_begin
 
     def steps_begin(done, count, kind, set_by, *, jit):
         found.add((kind, set_by))
         return begin(done, count, kind, set_by, jit=jit)
 
-    monkeypatch.setattr(profiling_hooks, "steps_begin", steps_begin)
+    monkeypatch.setattr(block_event, "steps_begin", steps_begin)
     return found
 
 

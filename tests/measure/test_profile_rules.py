@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import space, steps
 
-from tfgpu.core.profiling_hooks import Stage
 from tfgpu.errors import InputError
 from tfgpu.measure.profiling import (
     advice,
@@ -23,6 +22,7 @@ from tfgpu.measure.profiling import (
     writing,
 )
 from tfgpu.measure.profiling.around import Around, Change
+from tfgpu.measure.profiling.hooks import Stage
 from tfgpu.measure.profiling.reading import Shares
 from tfgpu.measure.profiling.session import profile
 from tfgpu.measure.profiling.sorting import uses_tensor_cores

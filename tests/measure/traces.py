@@ -1,11 +1,11 @@
 """Builds XSpace messages for hand-made traces."""
 
-from tfgpu.core import profiling_hooks
+from tfgpu.measure.profiling import hooks
 
 
 def space(planes):
     """Makes an XSpace of `{plane: {line: [(name, start_us, end_us, stats), ...]}}`."""
-    found = profiling_hooks.new_space()
+    found = hooks.new_space()
     for name, lines in planes.items():
         plane = found.planes.add(name=name)
         names, stats = {}, {}

@@ -18,9 +18,9 @@ from tfgpu.compat.patch import wrap
 from tfgpu.compat.training import strategy_of
 from tfgpu.core import (
     batch_sharding,
+    block_event,
     input_stats,
     iterator_end,
-    profiling_hooks,
     replication,
     step_blocks,
     step_context,
@@ -270,7 +270,7 @@ class StepRunner:
     def _around_call(self, kind: LoopKind, count: int):
         set_by = step_blocks.set_by(self._model, self.kind)
         with self.averager.running() if kind.local_updates else contextlib.nullcontext():
-            with profiling_hooks.steps_begin(self.done, count, self.kind, set_by, jit=self._jit), self._waiting(count):
+            with block_event.steps_begin(self.done, count, self.kind, set_by, jit=self._jit), self._waiting(count):
                 yield
 
     def _waiting(self, count: int) -> contextlib.AbstractContextManager:

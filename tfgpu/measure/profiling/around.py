@@ -7,7 +7,7 @@ from typing import Any
 
 from tfgpu import environment
 from tfgpu.cluster import Cluster
-from tfgpu.core import profiling_hooks
+from tfgpu.measure.profiling import hooks
 from tfgpu.recipes import facts
 
 _PARAMETER = re.compile(r"^  (\w+) \([A-Z_]+\): (.*)$", re.MULTILINE)
@@ -53,7 +53,7 @@ class Around:
     replicas: int = 0
     plain: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
-    stages: tuple[profiling_hooks.Stage, ...] = ()
+    stages: tuple[hooks.Stage, ...] = ()
     devices: tuple[str, ...] = ()
     machine: tuple[tuple[str, str], ...] = ()
     batch: int | None = None
@@ -77,8 +77,8 @@ def look(retraced: set[str], plain: dict[str, int], batch: int | None = None) ->
         workers=max(1, len(Cluster.from_environment().workers)),
         replicas=max(plain.values(), default=0),
         plain=tuple(plain),
-        changes=tuple(change for each in profiling_hooks.functions(retraced) for change in changes(each)),
-        stages=profiling_hooks.stages(),
+        changes=tuple(change for each in hooks.functions(retraced) for change in changes(each)),
+        stages=hooks.stages(),
         devices=tuple(devices),
         machine=tuple({"processor": platform.machine(), **versions}.items()),
         batch=batch,

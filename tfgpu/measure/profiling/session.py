@@ -9,9 +9,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfgpu.core import profiling_hooks
 from tfgpu.errors import MachineError, positive, whole_number
-from tfgpu.measure.profiling import around, trace, verdict, writing
+from tfgpu.measure.profiling import around, hooks, trace, verdict, writing
 
 _LEAST, _LEAST_S, _MOST = 3, 0.3, 200
 
@@ -144,7 +143,7 @@ def profile(
     positive("seconds", seconds)
     writing.create_folder(Path(folder))
     session = Session(Path(folder), skip=skip, calls=calls, seconds=seconds, ends=ends)
-    with profiling_hooks.listening(session):
+    with hooks.listening(session):
         try:
             yield session
         except Finished:

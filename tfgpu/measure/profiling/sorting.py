@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfgpu.core.profiling_hooks import HOST_READ, STEPS
+from tfgpu.core.block_event import STEPS
+from tfgpu.measure.profiling.hooks import HOST_READ
 from tfgpu.measure.profiling.spans import Span
 from tfgpu.measure.profiling.trace import Event, Line, Trace
 

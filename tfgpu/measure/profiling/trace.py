@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfgpu.core import profiling_hooks
 from tfgpu.errors import InputError
+from tfgpu.measure.profiling import hooks
 
 NOISE = ("ThreadpoolListener::", "end: ")
 """Prefixes of the names of irrelevant events."""
@@ -107,8 +107,8 @@ def read(path: str | Path) -> Trace:
     if not files:
         raise InputError(f"There is no trace in {str(path)!r}. Give an .xplane.pb file, or a folder with one.")
     try:
-        space = profiling_hooks.space_of(files[-1])
-    except (profiling_hooks.BrokenSpace, OSError) as error:
+        space = hooks.space_of(files[-1])
+    except (hooks.BrokenSpace, OSError) as error:
         raise InputError(f"{files[-1]} is not a complete trace: {error}. Give an undamaged file.") from error
     if not space.planes:
         raise InputError(f"{files[-1]} is empty. Give the .xplane.pb file of a completed profile.")

@@ -1,6 +1,6 @@
 """Hooks of the profiler: reads of tensors, calls of tf.functions, functions in tf.data, and trace files.
 
-They are active only during a profile, except for the marker around a block of steps, which takes a microsecond.
+They are active only during a profile.
 """
 
 import contextlib
@@ -16,9 +16,8 @@ import tensorflow as tf
 
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat.patch import wrapped
+from tfgpu.core import step_blocks
 
-STEPS = "tfgpu.steps"
-"""The event around a block of steps; its stats are `step_num`, `steps`, `kind`, `set_by` and `jit`."""
 HOST_READ = "tfgpu.host_read"
 """The event around a read of a tensor by the user's code; its stat is `where`."""
 MOST_STEPS = 64
@@ -28,9 +27,9 @@ _READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/v
 # The files of numpy(), float() and the like. TensorFlow itself also reads tensors, for gradients and shapes.
 
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
-_OURS = str(Path(__file__).resolve().parents[1])
+_OURS = str(Path(__file__).resolve().parents[2])
 # Our files through which a script calls TensorFlow.
-_SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_graphs.py")
+_SEAMS = ("hooks.py", "patch.py", "rng.py", "nested_graphs.py")
 
 
 class Listener(Protocol):
@@ -94,25 +93,9 @@ def new_space() -> Any:
     return xplane_pb2.XSpace()
 
 
-def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> tf.profiler.experimental.Trace:
-    """Marks a block of steps in traces; does nothing without a profiler.
-
-    Args:
-        done: number of steps before it.
-        count: number of its steps.
-        kind: `"train"` or `"test"`.
-        set_by: what determined that number (`step_blocks.set_by`).
-        jit: whether XLA compiles the step, or may.
-    """
-    about = dict(steps=count, kind=kind, set_by=set_by, jit=int(jit))
-    return tf.profiler.experimental.Trace(STEPS, step_num=done, **about, _r=1)
-
-
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Notifies the listener of calls, reads and whole batches in the block."""
-    from tfgpu.core import step_blocks
-
     # Must not create a tensor, which initializes the devices: the script may still configure them.
     with contextlib.ExitStack() as held:
         held.enter_context(wrapped("Function.__call__", _calls(listener)))
