@@ -13,6 +13,8 @@
 - `method_calls`: `around(model, name, arguments)` is a context around `fit`, `evaluate` and `predict`.
 - `after_callbacks`: `after(callbacks, name, at)` is called when all callbacks have had that hook: `on_train_begin`,
   `on_train_batch_end`, `on_test_batch_end` or `on_epoch_end`; `at` is the last step that ran, the epoch, or None.
+- `trial_weights`: `stand_ins(model)` returns what stands in for weights of which each replica holds a piece when the
+  model's step is tried (`row_mixing.weights_in_pieces.TrialWeights`), or None.
 - `verdict_listeners`: `listen(piece)` hears what was found of each piece of a step (`row_mixing.verdicts.Piece`).
 """
 
@@ -56,6 +58,7 @@ xla_obstacles: Registry = Registry()
 xla_by_calls: Registry = Registry()
 run_starts: Registry = Registry()
 run_observers: Registry = Registry()
+trial_weights: Registry = Registry()
 verdict_listeners: Registry = Registry()
 compilations: Registry = Registry()
 method_calls: Registry = Registry()

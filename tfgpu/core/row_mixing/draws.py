@@ -1,12 +1,15 @@
 """Numbers that are drawn in the place of a step's own, and the driver of a trial: one draw after another is judged."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import variables
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.state.held_iterators import TakesElements
 
@@ -146,3 +149,11 @@ def _has_rows_for(array: np.ndarray | tf.Tensor, spec: tf.TensorSpec, rows: int)
     if not array.ndim or len(array) < rows or spec.shape.rank != array.ndim or tf.as_dtype(array.dtype) == tf.string:
         return False
     return spec.shape[1:].is_compatible_with(array.shape[1:])
+
+
+def drawn_weight(seed: int, variable: keras.Variable, shape: tuple[int, ...]) -> tf.Tensor:
+    """What stands in for a weight: numbers of the size that initializers give, in its dtype."""
+    dtype = variables.storage_dtype(variable)
+    if len(shape) < 2:
+        return tf.cast(tf.random.stateless_uniform(shape, [seed, 0], 0.2, 1.0), dtype)
+    return tf.cast(tf.random.stateless_normal(shape, [seed, 1], stddev=math.prod(shape[:-1]) ** -0.5), dtype)

@@ -16,7 +16,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
 from tfgpu.core import nested_graphs, step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, shard_trial
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import TrialShard
 from tfgpu.core.row_mixing.row_sums import Meets
@@ -149,7 +149,7 @@ class LayerTrial:
         self._captured = captures.of(layer)
         self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
         self._within = private_layers.layers_within(layer)
-        # Of a variable of which each replica holds a piece (ZeRO, stage 3) the trial has the whole, as the layer has.
+        # Of a variable of which each replica holds a piece the trial has the whole, as the layer has.
         weights = map(sharded_variable.read_variable, layer.variables)
         self._weights = list({id(each): each for each in weights}.values())
         self._close = comparison.close_for(getattr(each, "compute_dtype", None) for each in self._within)
@@ -386,7 +386,7 @@ def _stand_in(at: int, variable: keras.Variable) -> tf.Tensor:
     Of a variable that is in pieces, which reading would bring together, drawn numbers stand in.
     """
     if isinstance(variable, variables.VirtualVariable):
-        return shard_trial.drawn(at, variable, tuple(variable.shape))
+        return draws.drawn_weight(at, variable, tuple(variable.shape))
     value = tf.convert_to_tensor(variables.local_value(variables.held(variable)))
     size = math.prod(value.shape)
     if not value.dtype.is_floating or size > _MOST or not size:

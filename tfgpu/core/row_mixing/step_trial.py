@@ -24,8 +24,8 @@ from tfgpu.core.row_mixing import (
     choices,
     comparison,
     row_sums,
-    shard_trial,
     verdicts,
+    weights_in_pieces,
 )
 from tfgpu.core.row_mixing.draws import given_rows
 from tfgpu.core.row_mixing.part_trial import (
@@ -118,7 +118,7 @@ class _Question:
     def __init__(self, model: keras.Model, step_function: Callable, spec: object, own: list[str], rows: int | None):
         self._model, self._step_function, self._spec, self._own, self._rows = model, step_function, spec, own, rows
         self._name = f"`{type(model).__name__}.{own[0]}`"
-        self._is_sharded = bool(shard_trial.over_replicas(model))
+        self._in_pieces = weights_in_pieces.of(model)
 
     def answer(self, have_rows: list | None, arguments: dict, python: PythonState | None) -> bool:
         """Notes what is found, and says it where the step does not simply run by rows."""
@@ -159,7 +159,7 @@ class _Question:
         is_alone = not replication.spans_processes(self._model.distribute_strategy)
         given = given_rows(arguments, self._spec, ROWS) if is_alone else None
         trial = _StepTrial(self._model, self._step_function, self._spec, given)
-        if self._is_sharded:
+        if self._in_pieces is not None:
             return trial.run()
         things = self._step_function.__name__, self._model, self._spec, given
         return store.found("step", things, trial.run, dataclasses.asdict, Tried, weights=True)
@@ -177,12 +177,11 @@ class _Question:
 
     def _check_can_see_all(self, why: str, source: str) -> None:
         """Refuses a step that must see the whole batch where each replica holds a part of the weights."""
-        if not self._is_sharded:
+        if self._in_pieces is None:
             return
         self._note(verdicts.REFUSED, why, source)
         raise InputError(
-            f"{self._name} must see the whole batch ({why}), which is impossible with `parallel.shard(stage=3)`: each "
-            "replica holds only a part of the weights. Use `parallel.shard(model, stage=2)`, or mark the method with "
+            f"{self._name} must see the whole batch ({why}), {self._in_pieces.refusal}, or mark the method with "
             "`@tfgpu.by_rows` if it treats each row separately."
         )
 
@@ -283,9 +282,10 @@ class _StepTrial(Trial):
         self._normalizes = any(
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
         )
-        shards = shard_trial.over_replicas(model)
-        self._stand_ins = shard_trial.StandIns(shards) if shards else None
-        self._shards = frozenset(map(id, shards))
+        self._stand_ins, self._shards = weights_in_pieces.of(model), frozenset()
+        if self._stand_ins is not None:
+            self._stand_ins.draw()
+            self._shards = frozenset(self._stand_ins.ids)
         if not all(id(each) in self._shards for each in model.trainable_variables):
             self._shards = frozenset()
         self._is_narrow = tf.as_dtype(model.compute_dtype).size < 4
@@ -314,8 +314,8 @@ class _StepTrial(Trial):
             self._asks_for_sizes, found = False, self._of_large_gradients(batch)
         if found != "" or self._stand_ins is None:
             return found
-        whole, *pieces = (self._recorded(batch, 0, ROWS, piece=at) for at in (None, *range(shard_trial.PIECES)))
-        return shard_trial.differing(self._stand_ins, whole, pieces, self._close) or ""
+        whole, *pieces = (self._recorded(batch, 0, ROWS, piece=at) for at in (None, *range(self._stand_ins.pieces)))
+        return self._stand_ins.differing(whole, pieces, self._close) or ""
 
     def _of_large_gradients(self, batch) -> str:
         """What of larger gradients differs: nothing where the step is linear in them.

@@ -25,13 +25,12 @@ from tfgpu.compat import tensorflow as private
 from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbolic_scope, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context
-from tfgpu.core.row_mixing import shard_trial
 from tfgpu.core.state import layer_state, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
 from tfgpu.parallel import compiled_calls, device_placement, model_graph
 from tfgpu.parallel.rematerialization import remat
-from tfgpu.parallel.zero import reduction, sharding
+from tfgpu.parallel.zero import reduction, sharding, trial_weights
 from tfgpu.repairs import saving
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
@@ -62,7 +61,7 @@ class GatheredVariable(variables.VirtualVariable):
             return found
         if replication.replica_context() is None:
             shard = sharded_variable.shard_of(self)
-            tried = shard_trial.value_of(shard)
+            tried = trial_weights.value_of(shard)
             return _full_value(shard) if tried is None else tried
         return _all_gather([self], {id(self)})[0]
 

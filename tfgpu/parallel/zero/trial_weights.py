@@ -17,47 +17,59 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import variables
-from tfgpu.core import step_context
-from tfgpu.core.row_mixing import comparison
+from tfgpu.core import extensions, step_context
+from tfgpu.core.row_mixing import comparison, draws
 from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.row_mixing.weights_in_pieces import TrialWeights
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.state.trial_scope import Apart
 
 PIECES = 2
+_seen = step_context.Slot("zero.trial_weights")
 
 
-def over_replicas(model: keras.Model) -> list[keras.Variable]:
-    """The variables of which each replica holds a flat piece; one of experts is tried as any other variable."""
+def stand_ins(model: keras.Model) -> "StandIns | None":
+    """What stands in for the weights of which each replica of a model holds a flat piece; None if there are none.
+
+    Those of experts are tried as any other variable.
+    """
     found = [(variable, shard_info(variable)) for variable in model.variables]
     pieces = [(variable, info.sharding) for variable, info in found if info is not None and info.sharding.over_replicas]
-    return [variable for variable, sharding in pieces if not getattr(sharding, "is_in_shape", False)]
+    flat = [variable for variable, sharding in pieces if not getattr(sharding, "is_in_shape", False)]
+    return StandIns(flat) if flat else None
 
 
-class StandIns:
+extensions.trial_weights.register(stand_ins)
+
+
+class StandIns(TrialWeights):
     """Drawn values in the place of variables of which each replica holds a piece.
 
     Args:
         shards: the variables.
     """
 
+    pieces = PIECES
+    refusal = (
+        "which is impossible with `parallel.shard(stage=3)`: each replica holds only a part of the weights. Use "
+        "`parallel.shard(model, stage=2)`"
+    )
+
     def __init__(self, shards: Sequence[keras.Variable]):
         self._shards = list(shards)
         self._shapes = {id(each): tuple(shard_info(each).sharding.shape([each])) for each in shards}
-        self._values = {id(each): drawn(at, each, self._shapes[id(each)]) for at, each in enumerate(shards)}
+        self._values: dict[int, tf.Tensor] = {}
 
     @property
     def ids(self) -> set[int]:
-        """The `id` of each variable."""
         return set(self._shapes)
+
+    def draw(self) -> None:
+        for at, shard in enumerate(self._shards):
+            self._values[id(shard)] = draws.drawn_weight(at, shard, self._shapes[id(shard)])
 
     @contextlib.contextmanager
     def seen(self, scope: Apart, piece: int | None) -> Iterator[None]:
-        """Within the block the step sees the values.
-
-        Args:
-            scope: in which the step runs.
-            piece: which piece of each it sees; None shows them whole.
-        """
         with contextlib.ExitStack() as stack:
             for shard in self._shards:
                 value = self._values[id(shard)] if piece is None else self._pieces(shard)[piece]
@@ -84,6 +96,30 @@ class StandIns:
         alike = pieces[:1] if all(np.array_equal(each, pieces[0], equal_nan=True) for each in pieces) else []
         return [each for each in (*together, *alike) if each.shape == whole.shape]
 
+    def differing(self, whole: Recorder, pieces: list[Recorder], close: float) -> str | None:
+        def is_close(one: np.ndarray, other: np.ndarray) -> bool:
+            return comparison.is_close(one, other, close)
+
+        def is_made(value: np.ndarray | None, found: list) -> bool:
+            if value is None or any(each is None for each in found):
+                return value is None and all(each is None for each in found)
+            return any(is_close(value, each) for each in self.whole_of(found, value))
+
+        if any(len(each.applied) != len(whole.applied) or len(each.logs) != len(whole.logs) for each in pieces):
+            return "the number of updates"
+        for at, gradients in enumerate(whole.applied):
+            for number, value in enumerate(gradients):
+                if not is_made(value, [each.applied[at][number] for each in pieces]):
+                    return "what it does with the gradients of a piece of the weights"
+        for at, value in enumerate(whole.logs):
+            if not all(is_close(value, each.logs[at]) for each in pieces):
+                return "a number in the logs, of a piece of the weights or gradients,"
+        for key, variable in whole.assigned.items():
+            unchanged = dataclasses.replace(variable, after=variable.before)
+            if not is_made(variable.after, [each.assigned.get(key, unchanged).after for each in pieces]):
+                return f"the variable {variable.path!r}, of a piece of the weights or gradients,"
+        return None
+
     def _pieces(self, shard: keras.Variable) -> list[tf.Tensor]:
         flat = tf.reshape(self._values[id(shard)], [-1])
         size = -(-int(flat.shape[0]) // PIECES)
@@ -101,48 +137,3 @@ def value_of(shard: keras.Variable) -> tf.Tensor | None:
         return None
     stand_ins, scope, piece = seen
     return stand_ins.whole(shard, scope, piece) if id(shard) in stand_ins.ids else None
-
-
-def differing(stand_ins: StandIns, whole: Recorder, pieces: list[Recorder], close: float) -> str | None:
-    """What of a step on whole weights the steps on their pieces do not make; None if they make everything.
-
-    Args:
-        stand_ins: the weights.
-        whole: the step on whole weights.
-        pieces: on each piece of them.
-        close: by how much of the largest number two may differ that are as good as equal.
-    """
-
-    def is_close(one: np.ndarray, other: np.ndarray) -> bool:
-        return comparison.is_close(one, other, close)
-
-    def is_made(value: np.ndarray | None, found: list) -> bool:
-        if value is None or any(each is None for each in found):
-            return value is None and all(each is None for each in found)
-        return any(is_close(value, each) for each in stand_ins.whole_of(found, value))
-
-    if any(len(each.applied) != len(whole.applied) or len(each.logs) != len(whole.logs) for each in pieces):
-        return "the number of updates"
-    for at, gradients in enumerate(whole.applied):
-        for number, value in enumerate(gradients):
-            if not is_made(value, [each.applied[at][number] for each in pieces]):
-                return "what it does with the gradients of a piece of the weights"
-    for at, value in enumerate(whole.logs):
-        if not all(is_close(value, each.logs[at]) for each in pieces):
-            return "a number in the logs, of a piece of the weights or gradients,"
-    for key, variable in whole.assigned.items():
-        unchanged = dataclasses.replace(variable, after=variable.before)
-        if not is_made(variable.after, [each.assigned.get(key, unchanged).after for each in pieces]):
-            return f"the variable {variable.path!r}, of a piece of the weights or gradients,"
-    return None
-
-
-_seen = step_context.Slot("row_mixing.stand_ins")
-
-
-def drawn(seed: int, variable: keras.Variable, shape: tuple[int, ...]) -> tf.Tensor:
-    """Numbers of the size that initializers give, in the variable's dtype."""
-    dtype = variables.storage_dtype(variable)
-    if len(shape) < 2:
-        return tf.cast(tf.random.stateless_uniform(shape, [seed, 0], 0.2, 1.0), dtype)
-    return tf.cast(tf.random.stateless_normal(shape, [seed, 1], stddev=math.prod(shape[:-1]) ** -0.5), dtype)
