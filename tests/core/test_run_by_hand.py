@@ -99,6 +99,30 @@ class Clipped(Loop):
         return [gradient / tf.maximum(norm, 0.1) for gradient in gradients]
 
 
+class Bounded(Loop):
+    """Clips where the norm is larger than that of any drawn rows' gradients."""
+
+    def changed(self, gradients):
+        return tf.clip_by_global_norm(gradients, 100.0)[0]
+
+
+class BoundedTogether(Bounded):
+    """Clips what is summed over replicas."""
+
+    def changed(self, gradients):
+        count = self.strategy.num_replicas_in_sync
+        gradients = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+        return [each / count for each in super().changed(gradients)]
+
+
+class Floored(Loop):
+    """Makes gradients longer where the norm is smaller than that of any drawn rows' gradients."""
+
+    def changed(self, gradients):
+        norm = tf.linalg.global_norm(gradients)
+        return [each * tf.maximum(1.0, 1e-2 / norm) for each in gradients]
+
+
 class Divided(Loop):
     """As TensorFlow's guide has it."""
 
@@ -175,6 +199,24 @@ def test_a_function_that_mixes_rows_is_refused_where_that_is_asked_for():
     with pytest.raises(InputError, match=r"`step` of `strategy.run`.*'refuse'.*tfgpu\.gather"):
         loop.run(eagerly=True)
     assert_alike(before, loop.model.get_weights())
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        (Bounded, verdicts.NOT_AS_ONE),
+        pytest.param(Floored, verdicts.NOT_AS_ONE, marks=pytest.mark.slow),
+        (BoundedTogether, verdicts.BY_ROWS),
+    ],
+)
+def test_what_a_function_would_do_with_large_and_small_gradients(kind, verdict, caplog):
+    loop = kind(two_devices())
+    loop.metrics = []
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        loop.run()
+    assert functions(loop.strategy) == [verdict]
+    is_named = "the gradients, where gradients are large or small, would differ" in caplog.text
+    assert is_named == (verdict == verdicts.NOT_AS_ONE)
 
 
 def test_marks_of_a_function(caplog):

@@ -55,6 +55,22 @@ class ByBound(ByTape):
         return tf.clip_by_global_norm(gradients, 100.0)[0]
 
 
+class Skips(ByTape):
+    """Leaves out an update where the norm is larger than that of any drawn rows' gradients."""
+
+    def changed(self, gradients):
+        is_small = tf.cast(tf.linalg.global_norm(gradients) < 100.0, "float32")
+        return [gradient * is_small for gradient in gradients]
+
+
+class Floors(ByTape):
+    """Makes gradients longer where the norm is smaller than that of any drawn rows' gradients."""
+
+    def changed(self, gradients):
+        norm = tf.linalg.global_norm(gradients)
+        return [each * tf.maximum(1.0, 1e-2 / norm) for each in gradients]
+
+
 class Decays(ByTape):
     """Adds something of its own to the gradients: by rows."""
 
@@ -126,8 +142,16 @@ def test_a_step_by_rows_on_pieces_of_the_weights(kind, caplog):
     assert verdict_of(strategy) == verdicts.BY_ROWS and kind.__name__ not in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "verdict"), [(ByBound, verdicts.ON_ALL_ROWS), (Decays, verdicts.BY_ROWS)])
-def test_what_a_step_would_do_with_large_gradients(kind, verdict):
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        (ByBound, verdicts.ON_ALL_ROWS),
+        pytest.param(Floors, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
+        pytest.param(Skips, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
+        (Decays, verdicts.BY_ROWS),
+    ],
+)
+def test_what_a_step_would_do_with_large_and_small_gradients(kind, verdict):
     strategy = two_devices()
     fitted(made(kind, strategy))
     assert verdict_of(strategy) == verdict
@@ -138,6 +162,8 @@ def test_what_a_step_would_do_with_large_gradients(kind, verdict):
     [
         (Divides, "the gradients would differ"),
         (ByNorm, "what it does with the gradients of a piece of the weights would differ"),
+        (ByBound, "what it does with the gradients of a piece of the weights would differ"),
+        (Skips, "what it does with the gradients of a piece of the weights would differ"),
         (ByKernel, "what it does with the gradients of a piece of the weights would differ"),
         (Logs, "a number in the logs, of a piece of the weights or gradients, would differ"),
         (Reads, "it could not be tried"),

@@ -3,6 +3,7 @@
 And what can be compared of the outputs of a step that is tried.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 import keras
@@ -10,12 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.core.row_mixing.isolation import TrialShard
-from tfgpu.core.row_mixing.step_recorder import ROWS
+from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
 from tfgpu.core.state import layer_state
 
 CLOSE = 2e-5
 """By how much of the largest number two may differ that are as good as equal."""
 _CLOSE_IN_16_BITS = {"float16": 4e-3, "bfloat16": 3e-2}
+_CLOSE_FOR_BIASES = 1e-2
+_TIMES_NOISE = 8.0  # how much more rounding may do to the parts than to another run of the whole
+_ROUNDED = 2.0**-22  # of a number, by float32
+_SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
 
 
 def close_for(dtypes: Iterable[str | None]) -> float:
@@ -23,9 +28,7 @@ def close_for(dtypes: Iterable[str | None]) -> float:
     return max((_CLOSE_IN_16_BITS.get(dtype, CLOSE) for dtype in dtypes), default=CLOSE)
 
 
-def agrees(
-    variable, start, whole, parts: list, shares: list[float], *, noted: layer_state.Noted, close: float
-) -> bool:
+def agrees(variable, start, whole, parts: list, shares: list[float], *, noted: layer_state.Noted, close: float) -> bool:
     """Whether the rule for a layer's state (`layer_state`) makes of the parts what one device has."""
     if whole.dtype.kind not in "fiub":
         return True
@@ -85,9 +88,69 @@ def is_close(one: np.ndarray, other: np.ndarray, by: float, *besides: np.ndarray
     return bool(np.all(is_near | (one == other) | (np.isnan(one) & np.isnan(other))))
 
 
+def are_close(values: list, others: list, again: list, close: float) -> bool:
+    """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
+    if any(
+        (a is None) != (b is None) or (a is not None and a.shape != b.shape)
+        for a, b in zip(values, others, strict=True)
+    ):
+        return False
+    values, others, again = (list(map(_numbers, each)) for each in (values, others, again))
+    kept = [at for at, value in enumerate(values) if value is not None]
+    # A bias's gradient is a sum over all places of an image, which TensorFlow's CPU kernel adds up one by one. What
+    # mixes rows shows in the kernels' gradients, too.
+    has_kernels = any(values[at].ndim > 1 for at in kept)
+    largest = max((_size(values[at], others[at]) for at in kept), default=0.0)
+    for at in kept:
+        size = max(_size(values[at], others[at]), _SMALL * largest)
+        with np.errstate(invalid="ignore"):
+            noise = _size(values[at] - again[at]) if values[at].dtype.kind == "f" else 0.0
+        by = _CLOSE_FOR_BIASES if has_kernels and values[at].ndim < 2 else close
+        if not np.all(_are_near(values[at], others[at], max(max(by, close) * size, _TIMES_NOISE * noise))):
+            return False
+    return True
+
+
+def _are_near(one: np.ndarray, other: np.ndarray, bound: float) -> np.ndarray:
+    """Which numbers are equal, no numbers in both, or no further apart."""
+    if one.dtype.kind not in "fiuc":
+        return one == other
+    with np.errstate(invalid="ignore"):
+        return (one == other) | (np.isnan(one) & np.isnan(other)) | (np.abs(one - other) <= bound)
+
+
 def is_finite(value: np.ndarray) -> bool:
     """Whether all numbers are finite."""
     return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+
+
+def not_linear(none: Recorder, once: Recorder, run: Recorder, times: float, close: float) -> str | None:
+    """What of a run with gradients so many times as large is not on the line through those with none and with one."""
+
+    def line(none: np.ndarray, once: np.ndarray) -> np.ndarray:
+        return none + times * (once - none)
+
+    if not len(none.updates) == len(once.updates) == len(run.updates):
+        return "the number of updates"
+    for without, own, found in zip(none.updates, once.updates, run.updates, strict=True):
+        expected = [a if a is None else line(a, b) for a, b in zip(without, own, strict=True)]
+        if not are_close(found, expected, found, close):
+            return "the gradients"
+    for key, variable in run.assigned.items():
+        if variable.after.dtype.kind not in "fiu":
+            continue
+        unchanged = dataclasses.replace(variable, after=variable.before)
+        three = (each.assigned.get(key, unchanged).after for each in (none, once, run))
+        without, own, found = (each.astype("float64") for each in three)
+        if not is_close(found, line(without, own), close + times * _ROUNDED, without, own):
+            return f"the variable {variable.path!r}"
+    return None
+
+
+def are_numbers(found: Recorder) -> bool:
+    """Whether the gradients, logs and outputs of a run are finite."""
+    gradients = [each for update in found.updates for each in update if each is not None]
+    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])
 
 
 def array(tensor: tf.Tensor) -> np.ndarray:
@@ -141,3 +204,14 @@ def can_travel(spec: object) -> bool:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) or (tf.is_tensor(value) and value.dtype == tf.string)
+
+
+def _size(*values: np.ndarray) -> float:
+    """The largest of all finite numbers."""
+    finite = (each[np.isfinite(each)] for each in values if each.dtype.kind in "fiuc")
+    return max((float(np.abs(each).max(initial=0.0)) for each in finite), default=0.0)
+
+
+def _numbers(value: np.ndarray | None) -> np.ndarray | None:
+    is_bfloat16 = value is not None and value.dtype.kind == "V"
+    return value.astype("float32") if is_bfloat16 else value

@@ -5,7 +5,7 @@ that the step does stays: variables, random states, metrics and optimizers are a
 """
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +20,12 @@ from tfgpu.core.state.trial_scope import Assigned
 from tfgpu.errors import InputError
 
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
-_CLOSE_FOR_BIASES = 1e-2
 CLOSE_IN_16_BITS = 2e-2
-_NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
+_NOISY = 1e-3  # what rounding may do to two runs
+_SIZES = 1024.0, 1 / 1024  # times the gradients: powers of two, so that nothing rounds
 _NONES_TOGETHER, _NONES_RATE = 3, 0.3  # labels that stand for none in one batch: each at one place at least
-_SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
+
+Gradient = tf.Tensor | tf.IndexedSlices
 
 
 class CannotTry(Exception):
@@ -95,6 +96,7 @@ class Trial:
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
         self._has_told = self._one_is_enough = False
+        self._asks_for_sizes = False  # of gradients, once
         self._calls = 1  # of the code, one after another in each run
 
     def run(self) -> Tried:
@@ -154,7 +156,9 @@ class Trial:
         """The first row of each part, and the one after its last."""
         return (0, _FIRST), (_FIRST, ROWS)
 
-    def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
+    def _recorded(
+        self, batch, start: int, stop: int, *, seed: int = 0, scale: Callable[[Gradient], Gradient] | None = None
+    ) -> Recorder:
         """What the code does on some of the rows; nothing that it does stays."""
         raise NotImplementedError
 
@@ -184,7 +188,7 @@ class Trial:
         self._changes = sorted({*self._changes, *whole.changes})
         self._generators = sorted({*self._generators, *whole.generators})
         self._counts = sorted({*self._counts, *whole.counts})
-        if not is_finite(whole):
+        if not comparison.are_numbers(whole):
             return None
         if whole.derives_tensors and self._normalizes:
             return "gradients of inputs through BatchNormalization"
@@ -197,6 +201,28 @@ class Trial:
             raise ValueError("it draws random numbers with tf.random; use keras.random")
         self._has_again = True
         return self._what_differs(whole, found, again, close=self._close) or ""
+
+    def _and_in_size(self, found: str | None, batch) -> str | None:
+        """What differs, also where gradients are larger or smaller; that is asked once.
+
+        A clip, or an update that is left out, may wait for gradients larger than those of the drawn rows.
+        """
+        if found != "" or not self._asks_for_sizes:
+            return found
+        self._asks_for_sizes, total = False, self._parts()[-1][1]
+        is_narrow = self._close > comparison.CLOSE
+        for times in _SIZES[:1] if is_narrow else _SIZES:  # float16 has no smaller numbers
+            scales = [functools.partial(tf.math.scalar_mul, each) for each in (0.0, 1.0, times)]
+            runs = [self._recorded(batch, 0, total, scale=scale) for scale in scales]
+            differs = comparison.not_linear(*runs, times, self._close)
+            if differs is not None and not (is_narrow and not all(map(comparison.are_numbers, runs))):
+                differs = self._of_size(differs, batch, scales[-1])
+                return differs and f"{differs}, where gradients are large or small,"
+        return ""
+
+    def _of_size(self, differs: str, batch, scale: Callable[[Gradient], Gradient]) -> str:
+        """What differs of code that is not linear in the gradients of its rows; "" for nothing."""
+        return differs
 
     def _are_other(self, whole: Recorder, again: Recorder) -> bool:
         """Whether another run of the whole gave other numbers than rounding explains."""
@@ -232,21 +258,22 @@ class Trial:
             return "the number of updates"
         for at, gradients in enumerate(whole.updates):
             ways = self._gradients_together([part.updates[at] for part in parts])
-            if not any(are_close(gradients, each, again.updates[at], close) for each in ways):
+            if not any(comparison.are_close(gradients, each, again.updates[at], close) for each in ways):
                 return "the gradients"
         if not self._are_outputs(whole, parts, again, close):
             return "what it returns"
         shares = self._shares(parts, is_plain=True)
         for at, value in enumerate(whole.logs):
             ways = self._log_together([part.logs[at] for part in parts], shares)
-            if not any(are_close([value], [each], [again.logs[at]], close) for each in ways):
+            if not any(comparison.are_close([value], [each], [again.logs[at]], close) for each in ways):
                 return self.log
         for key, variable in whole.assigned.items():
             unchanged = dataclasses.replace(variable, after=variable.before)
             found = [part.assigned.get(key, unchanged).after for part in parts]
             noisy = again.assigned.get(key, unchanged).after
             ways = self._ways_of(variable, found, parts)
-            ways = {way for way, value in ways.items() if are_close([variable.after], [value], [noisy], close)}
+            after = [variable.after]
+            ways = {way for way, value in ways.items() if comparison.are_close(after, [value], [noisy], close)}
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
                 ways = self._ways.get(owner, ways) & ways
@@ -272,7 +299,7 @@ class Trial:
             if len(parts) > 1:
                 self._have_rows = [*self._have_rows[:at], has_rows, *self._have_rows[at + 1 :]]
             together = [np.concatenate(found)] if has_rows else found
-            if not all(are_close([value], [each], [again.outputs[at]], close) for each in together):
+            if not all(comparison.are_close([value], [each], [again.outputs[at]], close) for each in together):
                 return False
         return True
 
@@ -331,27 +358,6 @@ def _ways_together(variable: Assigned, found: list, shares: list[float]) -> dict
     return ways
 
 
-def are_close(values: list, others: list, again: list, close: float) -> bool:
-    """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
-    if any(
-        (a is None) != (b is None) or (a is not None and a.shape != b.shape)
-        for a, b in zip(values, others, strict=True)
-    ):
-        return False
-    kept = [at for at, value in enumerate(values) if value is not None]
-    # A bias's gradient is a sum over all places of an image, which TensorFlow's CPU kernel adds up one by one. What
-    # mixes rows shows in the kernels' gradients, too.
-    has_kernels = any(values[at].ndim > 1 for at in kept)
-    largest = max((_size(values[at], others[at]) for at in kept), default=0.0)
-    for at in kept:
-        size = max(_size(values[at], others[at]), _SMALL * largest)
-        noise = _size(values[at] - again[at]) if values[at].dtype.kind == "f" else 0.0
-        by = _CLOSE_FOR_BIASES if has_kernels and values[at].ndim < 2 else close
-        if np.any(np.abs(values[at] - others[at]) > max(max(by, close) * size, _TIMES_NOISE * noise)):
-            return False
-    return math.isfinite(largest)
-
-
 def _nudged(value):
     """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
     if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
@@ -386,12 +392,3 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, nones: S
 def _total(gradients: list):
     present = [each for each in gradients if each is not None]
     return sum(present) if present else None
-
-
-def _size(*values: np.ndarray) -> float:
-    return max(float(np.abs(each).max(initial=0.0)) for each in values)
-
-
-def is_finite(found: Recorder) -> bool:
-    gradients = [each for update in found.updates for each in update if each is not None]
-    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])

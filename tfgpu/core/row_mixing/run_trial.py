@@ -200,6 +200,7 @@ class _RunTrial(Trial):
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, distribute.PerReplica)]
         self._leaves = leaves
         self._met: tuple | None = None
+        self._asks_for_sizes = not self._has_again
         self._fitting: dict[str, set[str]] = {}  # of each metric that gets one number, the ways that all batches show
         self._divides = strategy.num_replicas_in_sync in self._captured.numbers
 
@@ -239,6 +240,16 @@ class _RunTrial(Trial):
             whole, *parts = (self._recorded(batch, *rows) for rows in ((0, _ROWS), *self._each_part))
             fitting = self._fitting_ways(whole, parts, self._close)
             self._fitting.update({name: ways for name, ways in fitting.items() if ways})
+
+    def _difference(self, batch: list) -> str | None:
+        return self._and_in_size(super()._difference(batch), batch)
+
+    def _of_size(self, differs: str, batch: list, scale: Callable) -> str:
+        """Replicas that have met may have the gradients of all rows, and do with them what they like."""
+        if not (self._met and self._met[1].were_held):
+            return differs
+        whole, *parts = (self._recorded(batch, *rows, scale=scale) for rows in ((0, _ROWS), *self._each_part))
+        return self._what_differs(whole, parts, whole, close=self._close, keeps=False) or ""
 
     def _what_differs(self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float, keeps=True):
         found = super()._what_differs(whole, parts, again, close=close, keeps=keeps)
@@ -287,29 +298,39 @@ class _RunTrial(Trial):
         """Replicas of a loop by hand count alike in TensorFlow's averages."""
         return [1 / len(parts)] * len(parts) if is_plain else super()._shares(parts, is_plain=is_plain)
 
-    def _recorded(self, batch: list, start: int, stop: int, *, seed: int = 0) -> Recorder:
+    def _recorded(
+        self, batch: list, start: int, stop: int, *, seed: int = 0, scale: Callable | None = None
+    ) -> Recorder:
         if stop - start == _ROWS:
-            return self._run_on(batch, start, stop, row_sums.Meetings(1), seed)
-        if self._met is None or self._met[0] is not batch:
-            self._met = batch, row_sums.Meetings(len(self._each_part))
+            return self._run_on(batch, start, stop, row_sums.Meetings(1), seed, scale)
+        if self._met is None or self._met[0] is not batch or self._met[2] is not scale:
+            self._met = batch, row_sums.Meetings(len(self._each_part)), scale
         meetings, mine = self._met[1], self._each_part.index((start, stop))
         others = [at for at in range(len(self._each_part)) if at != mine]
         for _ in range(_MEETINGS):
             for at in (mine, *others):
                 meetings.begin(at)
                 with contextlib.suppress(row_sums.Waits):
-                    found = self._run_on(batch, *self._each_part[at], meetings, seed)
+                    found = self._run_on(batch, *self._each_part[at], meetings, seed, scale)
                     if at == mine:
                         return found
         raise row_sums.Meets("its replicas communicate too often, or not all in the same order")
 
-    def _run_on(self, batch: list, start: int, stop: int, meetings: row_sums.Meetings, seed: int) -> Recorder:
+    def _run_on(
+        self,
+        batch: list,
+        start: int,
+        stop: int,
+        meetings: row_sums.Meetings,
+        seed: int,
+        scale: Callable | None,
+    ) -> Recorder:
         rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
         leaves = [_shared(leaf, is_later=self._sandbox.is_later) for leaf in self._leaves]
         for at, value in zip(self._at, rows, strict=True):
             leaves[at] = value
         args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
-        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, self._each_part, meetings=meetings)
+        found = Recorder((stop - start) / _ROWS, start, stop, _ROWS, self._each_part, meetings=meetings, scale=scale)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
         count = 1 if stop - start == _ROWS else len(self._each_part)
         with (

@@ -57,7 +57,7 @@ class Recorder:
         scalar_states: the `id`s of the variables of those metrics.
         is_narrow: a layer that it calls computes in 16 bits.
         meetings: where the replicas of such a function would meet.
-        times: by what gradients are multiplied before the step sees them.
+        scale: makes larger or smaller gradients of those that a tape takes, before the step sees them.
     """
 
     share: float
@@ -85,7 +85,7 @@ class Recorder:
     scalar_states: set[int] = field(default_factory=set)
     is_narrow: bool = False
     meetings: "Meetings | None" = None
-    times: float = 1.0
+    scale: Callable | None = None
     _is_sum: bool = False
     _is_in_layer: bool = False
 
@@ -97,8 +97,9 @@ class Recorder:
         self._is_sum |= is_vector and any(are_variables)
         self.derives_tensors |= not all(are_variables)
         found = _taken(functools.partial(take, target), sources, flat, *args, **kwargs)
-        if self.times != 1 and all(are_variables) and tf.executing_eagerly():  # not one row's, in a vectorized loop
-            found = tf.nest.map_structure(lambda g: g if g is None else tf.math.scalar_mul(self.times, g), found)
+        scale = self.scale if tf.executing_eagerly() else None  # not one row's gradient, in a vectorized loop
+        if scale is not None and all(are_variables):
+            found = tf.nest.map_structure(lambda each: each if each is None else scale(each), found)
         pairs = zip(flat, tf.nest.flatten(found), strict=True)
         if of_shards := [gradient for source, gradient in pairs if id(source) in self.shards]:
             self.updates.append(_weighed(of_shards, 1.0 if is_vector else self.share))

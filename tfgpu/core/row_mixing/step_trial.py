@@ -8,6 +8,7 @@ put together as replicas put them together, are the whole, the step runs by rows
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,9 +34,7 @@ from tfgpu.core.row_mixing.part_trial import (
     CannotTry,
     Trial,
     Tried,
-    are_close,
     drawn_batches,
-    is_finite,
 )
 from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
 from tfgpu.core.step_context import RowRange
@@ -43,7 +42,6 @@ from tfgpu.core.trial_cache import store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-_LARGER = 1024.0  # a power of two: nothing rounds
 _MEETS = "it combines the replicas' rows itself"
 _METHODS = (
     "train_step",
@@ -288,8 +286,8 @@ class _StepTrial(Trial):
             self._shards = frozenset(self._stand_ins.ids)
         if not all(id(each) in self._shards for each in model.trainable_variables):
             self._shards = frozenset()
-        self._is_narrow = tf.as_dtype(model.compute_dtype).size < 4
-        self._close = CLOSE_IN_16_BITS if self._is_narrow else comparison.CLOSE
+        is_narrow = tf.as_dtype(model.compute_dtype).size < 4
+        self._close = CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
         trains_by_own = step_function == model.train_step and not _is_of_keras(_function(model, "train_step"))
         self._asks_for_sizes = trains_by_own and not self._shards
 
@@ -310,34 +308,27 @@ class _StepTrial(Trial):
             if found == "":
                 with nested_graphs.taking_other_branches(places):
                     found = super()._difference(batch) or ""
-        if found == "" and self._asks_for_sizes:
-            self._asks_for_sizes, found = False, self._of_large_gradients(batch)
-        if found != "" or self._stand_ins is None:
-            return found
-        whole, *pieces = (self._recorded(batch, 0, ROWS, piece=at) for at in (None, *range(self._stand_ins.pieces)))
-        return self._stand_ins.differing(whole, pieces, self._close) or ""
+        found = self._and_in_size(found, batch)
+        for scale in (None, self._stand_ins.larger_first) if self._stand_ins is not None else ():
+            if found == "":
+                found = self._of_pieces(batch, scale)
+        return found
 
-    def _of_large_gradients(self, batch) -> str:
-        """What of larger gradients differs: nothing where the step is linear in them.
-
-        A clip, or an update that is left out, may wait for gradients larger than those of the drawn rows.
-        """
-        found = [self._recorded(batch, 0, ROWS, times=times) for times in (0.0, 1.0, _LARGER)]
-        if self._is_narrow and not all(map(is_finite, found)):
-            return ""
-        for none, once, more in zip(*(each.updates for each in found), strict=True):
-            line = [a if a is None else a + _LARGER * (b - a) for a, b in zip(none, once, strict=True)]
-            if not are_close(more, line, more, self._close):
-                return "the gradients, where they are large,"
-        return ""
+    def _of_pieces(self, batch, scale: Callable | None) -> str:
+        """What of a step on whole weights the steps on their pieces do not make."""
+        found = []
+        for at in (None, *range(self._stand_ins.pieces)):
+            sized = scale and functools.partial(scale, at)
+            found.append(self._recorded(batch, 0, ROWS, piece=at, scale=sized))
+        return self._stand_ins.differing(found[0], found[1:], self._close) or ""
 
     def _recorded(
-        self, batch, start: int, stop: int, *, seed: int = 0, piece: int | None = None, times: float = 1.0
+        self, batch, start: int, stop: int, *, seed: int = 0, piece: int | None = None, scale: Callable | None = None
     ) -> Recorder:
         rows = tf.nest.map_structure(
             lambda v: worker_rows.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
         )
-        found = Recorder((stop - start) / ROWS, start, stop, shards=self._shards, times=times)
+        found = Recorder((stop - start) / ROWS, start, stop, shards=self._shards, scale=scale)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, ROWS))
         with (
             self._sandbox.around(found, seed) as scope,

@@ -4,6 +4,7 @@ import contextlib
 from typing import Protocol
 
 import keras
+import tensorflow as tf
 
 from tfgpu.core import extensions
 from tfgpu.core.row_mixing.step_recorder import Recorder
@@ -28,6 +29,16 @@ class TrialWeights(Protocol):
 
     def seen(self, scope: Apart, piece: int | None) -> contextlib.AbstractContextManager:
         """In the block, a step that runs in `scope` sees a piece of each value; None shows them whole."""
+
+    def larger_first(self, piece: int | None, gradient: tf.Tensor) -> tf.Tensor:
+        """A gradient of which the first piece's numbers are 1024 times as large.
+
+        What looks at all pieces then changes the others.
+
+        Args:
+            piece: which piece `gradient` is of; None: of the whole weight.
+            gradient: of one weight.
+        """
 
     def differing(self, whole: Recorder, pieces: list[Recorder], close: float) -> str | None:
         """What the step makes of whole weights but not of their pieces; None if nothing.

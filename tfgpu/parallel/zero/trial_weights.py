@@ -25,6 +25,7 @@ from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.state.trial_scope import Apart
 
 PIECES = 2
+_LARGER = 1024.0
 _seen = step_context.Slot("zero.trial_weights")
 
 
@@ -95,6 +96,12 @@ class StandIns(TrialWeights):
         together = [flat[: whole.size].reshape(whole.shape)] if is_cut else []
         alike = pieces[:1] if all(np.array_equal(each, pieces[0], equal_nan=True) for each in pieces) else []
         return [each for each in (*together, *alike) if each.shape == whole.shape]
+
+    def larger_first(self, piece: int | None, gradient: tf.Tensor) -> tf.Tensor:
+        if piece is not None:
+            return gradient * (_LARGER if piece == 0 else 1.0)
+        first = tf.range(tf.size(gradient)) < -(-tf.size(gradient) // PIECES)
+        return gradient * tf.reshape(tf.where(first, _LARGER, 1.0), tf.shape(gradient))
 
     def differing(self, whole: Recorder, pieces: list[Recorder], close: float) -> str | None:
         def is_close(one: np.ndarray, other: np.ndarray) -> bool:
