@@ -32,6 +32,52 @@ from tfgpu.core.sparse import index_origin
 from tfgpu.core.workers.batch_count import BatchCount
 
 
+class Updates:
+    """How the replicas of a model update its weights in a step; the methods here add nothing.
+
+    A strategy whose replicas train on their own copies has another one for each model (`replication.local_training_of`,
+    whose `averager(model)` makes it).
+
+    Attributes:
+        are_local: each replica updates its own weights.
+        has_local_forward: the forward pass sees one replica's rows only.
+        since: batches since the replicas were last averaged.
+    """
+
+    are_local = False
+    has_local_forward = False
+    since = 0
+
+    def left(self) -> float:
+        """Remaining batches until these updates are due; infinite if they are."""
+        return float("inf")
+
+    def is_due(self) -> bool:
+        """Whether the next batch is updated so."""
+        return self.left() == float("inf")
+
+    def running(self) -> contextlib.AbstractContextManager:
+        """Surrounds a call of such steps."""
+        return contextlib.nullcontext()
+
+    def count(self, steps: int) -> None:
+        """Records that `steps` such steps have run."""
+
+    def begin(self, since: tf.Tensor) -> None:
+        """Called before a step, traced outside the replicas."""
+
+    def follow(self, since: tf.Tensor) -> tf.Tensor:
+        """Called after a step, traced outside the replicas; returns the new `since`."""
+        return since
+
+    def note(self, facts: step_context.Step) -> None:
+        """Records, inside a replica, what a traced step updates."""
+
+
+TOGETHER = Updates()
+"""The gradients are summed over the replicas."""
+
+
 @dataclass(frozen=True)
 class LoopKind:
     """What a loop is compiled for; each kind is traced once, for any number of steps.
@@ -41,7 +87,7 @@ class LoopKind:
         is_sure: there is data for all steps, so the loop need not check for its end.
         gives_row_ranges: for a loop that shards whole batches: whether the shards tell their row ranges; None if the
             data is already sharded.
-        local_updates: each replica updates its own weights.
+        updates: how the replicas update the weights.
         is_wrapped: a step wrapper runs each step.
         rows: of each whole batch, for a loop that is traced for that number; None if it takes any.
         has_own_rows: the data gives this worker's rows of each batch, and how many the whole batch has.
@@ -54,7 +100,7 @@ class LoopKind:
     jit: bool = False
     is_sure: bool = False
     gives_row_ranges: bool | None = None
-    local_updates: bool = False
+    updates: Updates = TOGETHER
     is_wrapped: bool = False
     rows: int | None = None
     has_own_rows: bool = False
@@ -71,7 +117,6 @@ class LoopBuilder:
         model: the compiled model.
         step_function: `model.train_step` or `model.test_step`.
         log_reader: reads the logs.
-        averager: averages replicas that train on their own copies; None if they train together.
         meter: counts what the steps hand to collectives.
 
     Attributes:
@@ -84,13 +129,11 @@ class LoopBuilder:
         batch_count: counts the batches where workers make them themselves; else None.
     """
 
-    def __init__(
-        self, model: keras.Model, step_function: Callable, log_reader: LogReader, averager, meter: traffic.Meter
-    ):
+    def __init__(self, model: keras.Model, step_function: Callable, log_reader: LogReader, meter: traffic.Meter):
         self._model, self._strategy = model, model.distribute_strategy
         self._is_replicated = replication.is_replicated(self._strategy)
         self._step = training.without_optionals(model, step_function)
-        self._log_reader, self._averager, self._meter = log_reader, averager, meter
+        self._log_reader, self._meter = log_reader, meter
         self.python = replica_attributes.PythonState()
         self._choices: list = []
         self._own_variables: dict[int, keras.Variable] = {}
@@ -201,14 +244,13 @@ class LoopBuilder:
         """One step on every replica: returns the log values that are not metric results, and the new `since`."""
         if not self._is_replicated:
             return self._strategy.run(self.run_on_one_device, args=(data, kind.jit, kind.is_wrapped)), since
-        if kind.local_updates:
-            self._averager.begin(since)
+        kind.updates.begin(since)
         with self.python.step():
             values = self._strategy.run(self._run_on_replica, args=(data, kind))
         if not tf.executing_eagerly():
             found = traffic.collectives_of(tf.compat.v1.get_default_graph())
             self.collectives = found / len(self._strategy.extended.worker_devices)
-        return values, self._averager.follow(since) if kind.local_updates else since
+        return values, kind.updates.follow(since)
 
     def run_on_one_device(self, data, jit: bool, is_wrapped: bool = False) -> list[tf.Tensor]:
         """One step without other replicas."""
@@ -229,11 +271,11 @@ class LoopBuilder:
             place,
             jit=kind.jit,
             has_added_shapes=kind.rows is not None,
-            local_updates=kind.local_updates,
-            local_forward=kind.local_updates and self._averager.has_local_forward,
+            local_updates=kind.updates.are_local,
+            local_forward=kind.updates.has_local_forward,
         )
         with (
-            self._meter.tracing(kind.local_updates),
+            self._meter.tracing(kind.updates),
             self.python.on_replica(),
             replica_attributes.of_model(self._model),
             step_context.scope(step=facts, batch_rows=self.batch_rows, draws_as_xla=row_draws.are_as_xla(self._model)),
@@ -242,13 +284,12 @@ class LoopBuilder:
             self._log_reader.recording() as results,
         ):
             step = self._step if step_context.surely_has_rows() else self._step_on_stand_in
-            if self.sees_whole_batch and not kind.local_updates:
+            if self.sees_whole_batch and not kind.updates.are_local:
                 step, data = functools.partial(whole_batch.run, self._step), given
             logs = self.step_wrapper.run(step, data) if kind.is_wrapped else step(data)
             self.varying[kind] = self.varying.get(kind, False) or facts.has_varying_shapes
             self._own_variables |= facts.own_variables
-            if kind.local_updates:
-                self._averager.note(facts)
+            kind.updates.note(facts)
             return self._log_reader.other_values(
                 logs, results, lambda leaf: step_context.times_share(tf.cast(leaf, tf.float32))
             )

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,58 +23,17 @@ from tfgpu.core import (
     iterator_end,
     replication,
     step_blocks,
-    step_context,
     traffic,
     worker_vote,
     xla_compile,
 )
 from tfgpu.core.feed import read_ahead, sharded_dataset
-from tfgpu.core.loop_builder import LoopBuilder, LoopKind
+from tfgpu.core.loop_builder import TOGETHER, LoopBuilder, LoopKind, Updates
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.state import takeover
 from tfgpu.core.step_blocks import Block
 from tfgpu.core.workers import ledger
-
-
-class Averager(Protocol):
-    """Averages the replicas of one model, which train on their own copies.
-
-    Attributes:
-        since: batches since the last averaging.
-        has_local_forward: the forward pass sees one replica's rows only.
-    """
-
-    since: int
-    has_local_forward: bool
-
-    def left(self) -> float:
-        """Remaining batches of synchronous training; infinite if the next step's updates are local."""
-
-    def is_local(self) -> bool:
-        """Whether the next batch's updates are local."""
-
-    def running(self) -> contextlib.AbstractContextManager:
-        """Surrounds a call of local steps."""
-
-    def count(self, steps: int) -> None:
-        """Records that `steps` local steps have run."""
-
-    def begin(self, since: tf.Tensor) -> None:
-        """Called before a step, traced outside the replicas."""
-
-    def follow(self, since: tf.Tensor) -> tf.Tensor:
-        """Called after a step, traced outside the replicas; returns the new `since`."""
-
-    def note(self, facts: step_context.Step) -> None:
-        """Records, inside a replica, what a traced step updates."""
-
-
-class LocalTraining(Protocol):
-    """How the replicas of a strategy train on their own copies; see `replication.local_training_of`."""
-
-    def averager(self, model: keras.Model) -> Averager:
-        """The object that averages a model's replicas."""
 
 
 @dataclass
@@ -100,7 +59,7 @@ class StepRunner:
         pace: how long blocks are if no length was requested.
         logs: what the last call returned.
         log_reader: reads them.
-        averager: averages replicas that train on their own copies; None if they train together.
+        averager: how the replicas update their own copies (`loop_builder.Updates`); None if they train together.
         done: number of steps so far.
         traffic: counts the bytes that each replica has passed to collectives.
         loops: compiles the loops.
@@ -118,7 +77,7 @@ class StepRunner:
         self.log_reader, self.traffic = LogReader(model), traffic.Meter()
         local = replication.local_training_of(self.strategy) if self._is_replicated else None
         self.averager = local.averager(model) if local is not None and self.kind == "train" else None
-        self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
+        self.loops = LoopBuilder(model, step_function, self.log_reader, self.traffic)
         self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
         self._is_tried = not self._is_replicated or self.strategy.num_replicas_in_sync == 1 or local is not None
 
@@ -149,7 +108,7 @@ class StepRunner:
         logs, is_sharded = None, _is_dataset_iterator(batches) or not self._is_replicated
         for _, data in zip(range(count), batches, strict=False):
             began = time.perf_counter()
-            kind = LoopKind(self._jit, local_updates=self._has_local_updates(), is_wrapped=_is_wrapped())
+            kind = LoopKind(self._jit, updates=self._updates(), is_wrapped=_is_wrapped())
             self._try_step(batches if is_sharded else data)
             data = data if is_sharded else batch_sharding.shard(self.strategy, data)
             with self._around_call(kind, 1):
@@ -240,8 +199,7 @@ class StepRunner:
         device = read_ahead.device_of(iterator)
         if is_ahead or device is not None:
             known |= {"device": device, "is_ahead": is_ahead, "is_timed": read_ahead.can_time()}
-        local = self._has_local_updates()
-        kind = LoopKind(self._jit, is_sure, gives_row_ranges, local, _is_wrapped(), rows, **known)
+        kind = LoopKind(self._jit, is_sure, gives_row_ranges, self._updates(), _is_wrapped(), rows, **known)
         return iterator, kind
 
     def _rows_of(self, block: Block) -> int | None:
@@ -269,7 +227,7 @@ class StepRunner:
     @contextlib.contextmanager
     def _around_call(self, kind: LoopKind, count: int):
         set_by = step_blocks.set_by(self._model, self.kind)
-        with self.averager.running() if kind.local_updates else contextlib.nullcontext():
+        with kind.updates.running():
             with block_event.steps_begin(self.done, count, self.kind, set_by, jit=self._jit), self._waiting(count):
                 yield
 
@@ -279,8 +237,9 @@ class StepRunner:
             batches.begin()
         return ledger.waiting(batches, (self.done, count))
 
-    def _has_local_updates(self) -> bool:
-        return self.averager is not None and self.averager.is_local()
+    def _updates(self) -> Updates:
+        """How the replicas update the weights in the next step."""
+        return self.averager if self.averager is not None and self.averager.is_due() else TOGETHER
 
     def _since(self) -> tf.Tensor:
         return tf.constant(0 if self.averager is None else self.averager.since)
@@ -288,9 +247,8 @@ class StepRunner:
     def _count(self, steps: int, kind: LoopKind) -> None:
         """Records that `steps` steps have run in a call."""
         self.done += steps
-        self.traffic.count(steps, kind.local_updates)
-        if kind.local_updates:
-            self.averager.count(steps)
+        self.traffic.count(steps, kind.updates)
+        kind.updates.count(steps)
 
 
 def use_step_runner() -> None:

@@ -24,6 +24,7 @@ from tfgpu.compat import optimizers, slots
 from tfgpu.compat.keras import LossScaleOptimizer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, extensions, gradients, nested_graphs, replication, step_context, traffic, travel
+from tfgpu.core.loop_builder import Updates
 from tfgpu.core.state import layer_state, training_state
 from tfgpu.errors import InputError, MachineError
 
@@ -113,7 +114,7 @@ class AveragingState(training_state.StateProvider):
 extensions.state_providers.register(AveragingState())
 
 
-class Averager:
+class Averager(Updates):
     """Averages the replicas of one model.
 
     Args:
@@ -129,6 +130,8 @@ class Averager:
     Raises:
         InputError: `outer` or `after` with a model that has no optimizer, or is not built.
     """
+
+    are_local = True
 
     def __init__(self, model, settings: LocalSGD):
         self._model, self._settings, self._strategy = model, settings, model.distribute_strategy
@@ -165,10 +168,6 @@ class Averager:
             return float("inf")
         left = self._settings.after * self._batches - int(optimizers.iterations(self._inner).numpy())
         return left if left > 0 else float("inf")
-
-    def is_local(self) -> bool:
-        """Whether the replicas train independently in the next batch."""
-        return self.left() == float("inf")
 
     def note(self, facts: step_context.Step) -> None:
         """Within a replica: records what a traced step updates."""
