@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute
 from tfgpu.compat import tensorflow as private
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import wrap, wrapped
 from tfgpu.core import collectives, step_context
 from tfgpu.core.replication import replica_context
 from tfgpu.core.state import layer_state
@@ -151,20 +151,19 @@ def _code(branch: Callable | None) -> object:
     return getattr(branch, "__code__", None)
 
 
-def note_decisions() -> None:
-    """Notes where an eager tensor is taken for true or false, as `tf.while_loop` does."""
-
-    @wrap(private.EagerTensor, "__bool__")
-    def decide(stock, self):
-        if (decided := _decided.get()) is not None:
-            decided.append(self)
-        return stock(self)
+def _decide(stock, self):
+    if (decided := _decided.get()) is not None:
+        decided.append(self)
+    return stock(self)
 
 
 @contextlib.contextmanager
 def counting_decisions() -> Iterator[list]:
-    """In the block, which runs eagerly, notes what decides by a number: conditions, and loops that end by one."""
-    with _decided.set_to([]):
+    """In the block, which runs eagerly, notes what decides by a number: conditions, and loops that end by one.
+
+    Noted are eager tensors that are taken for true or false, as `tf.while_loop` does.
+    """
+    with wrapped(private.EagerTensor, _decide, "__bool__"), _decided.set_to([]):
         yield _decided.get()
 
 

@@ -4,6 +4,7 @@ TensorFlow seeds an operation by its place in the graph, so each replica would d
 weights by them. Here replicas number these draws. One device draws still others.
 """
 
+import functools
 import logging
 import random
 
@@ -15,8 +16,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _GENERATED = "normal", "uniform", "truncated_normal", "uniform_full_int", "binomial"
-_OWN_SEED = random.SystemRandom().randrange(1, 2**31 - 1)  # of a script that sets none
-_OF_WORKERS = 87_654_321  # in its place, since each process has another
+_OF_WORKERS = 87_654_321  # in place of `_own_seed`, of which each process has another
 
 
 def draw_alike() -> None:
@@ -31,7 +31,7 @@ def draw_alike() -> None:
         if step_context.gradients_are_summed():
             _tell_of_optimizer()
         if seed is None:
-            seed = _OF_WORKERS if spans_processes(replica_context().strategy) else _OWN_SEED
+            seed = _OF_WORKERS if spans_processes(replica_context().strategy) else _own_seed()
         return seed, context.draws_by_tensorflow
 
     for name in _GENERATED:
@@ -45,6 +45,12 @@ def draw_alike() -> None:
                     "`keras.random.SeedGenerator`."
                 )
             return stock(self, *args, **kwargs)
+
+
+@functools.cache
+def _own_seed() -> int:
+    """The seed of a script that sets none; drawn when the first replica needs it."""
+    return random.SystemRandom().randrange(1, 2**31 - 1)
 
 
 def _is_alike() -> bool:

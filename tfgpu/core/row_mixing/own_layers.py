@@ -20,7 +20,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, nested_graphs, replica_attributes, step_context
+from tfgpu.core import batch_rows, replica_attributes, step_context
 from tfgpu.core.row_mixing import (
     choices,
     fingerprints,
@@ -47,7 +47,6 @@ def give_own_layers_all_rows() -> None:
 
     Stock Keras, like `tf.distribute`, computes each from one replica's rows.
     """
-    nested_graphs.note_decisions()
 
     @wrap("keras.layers.Layer.__call__")
     def call(stock, self, *args, **kwargs):
