@@ -33,6 +33,8 @@ NO_GPU = {"cpu_share": 0.95, "machine_cpu_share": 0.97, "input_wait": 0.0}
 def test_what_limits_a_step(means, resource, words):
     found = limit(means)
     assert found.resource == resource and words in found.why and resource in RESOURCES
+    is_incomplete = means.get("input_wait") is None and resource != "unknown"
+    assert found.why.endswith("; the wait for data is unknown") == is_incomplete
 
 
 @pytest.mark.parametrize(

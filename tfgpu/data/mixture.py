@@ -154,6 +154,28 @@ def joined(mix: Mixture, opened: Sequence[Examples]) -> Examples:
     Raises:
         InputError: examples of different shapes, dtypes or classes.
     """
+    first, sizes = opened[0], [len(each.labels) for each in opened]
+    _check_alike(opened)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    facts = {
+        "structure": _structure(opened),
+        "name": "+".join(each.name for each in opened),
+        "labels": np.concatenate([each.labels for each in opened]),
+        "shape": first.shape,
+        "class_names": first.class_names,
+        "own": _own_parts(opened, starts),
+        "skipped": tuple(name for each in opened for name in each.skipped),
+        "blend": Blend(mix.weights, tuple(int(start) for start in starts), mix.epoch_examples),
+    }
+    if all(each.array is not None for each in opened):
+        return Examples(array=np.concatenate([each.array for each in opened]), **facts)
+    if any(each.ahead is not None for each in opened):
+        facts["ahead"] = _ahead(opened, starts)
+    where = _chosen(opened, starts, _place) if any(each.where is not None for each in opened) else None
+    return Examples(load=_chosen(opened, starts, Examples.example), where=where, **facts)
+
+
+def _check_alike(opened: Sequence[Examples]) -> None:
     first = opened[0]
     for other in opened[1:]:
         for what, mine, others in (
@@ -167,38 +189,27 @@ def joined(mix: Mixture, opened: Sequence[Examples]) -> Examples:
                     f"All sources of a mixture must have the same {what}. Received: {mine} in {first.name}, "
                     f"{others} in {other.name}."
                 )
-    sizes = [len(each.labels) for each in opened]
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    own = {
-        part: np.concatenate(
-            [start + each.own[part] for each, start in zip(opened, starts, strict=False) if part in each.own]
-        )
-        for part in PARTS
-        if any(part in each.own for each in opened)
-    }
+
+
+def _own_parts(opened: Sequence[Examples], starts: np.ndarray) -> dict[str, np.ndarray]:
+    """The examples of each part that the sources themselves name, numbered as in the mixture."""
+    found = {}
+    for part in PARTS:
+        numbers = [start + each.own[part] for each, start in zip(opened, starts, strict=False) if part in each.own]
+        if numbers:
+            found[part] = np.concatenate(numbers)
+    return found
+
+
+def _structure(opened: Sequence[Examples]):
+    """What an example of any source consists of; None for an image or a text with one label."""
     structures = [each.structure for each in opened]
     if any(each is None for each in structures) and any(each is not None for each in structures):
         raise InputError("All sources of a mixture must have the same structure: classes, numbers, names or weights.")
     try:
-        structure = None if structures[0] is None else structures[0].joined(*structures[1:])
+        return None if structures[0] is None else structures[0].joined(*structures[1:])
     except (ValueError, TypeError) as error:
         raise InputError(f"All sources of a mixture must have the same structure: {error}.") from error
-    facts = {
-        "structure": structure,
-        "name": "+".join(each.name for each in opened),
-        "labels": np.concatenate([each.labels for each in opened]),
-        "shape": first.shape,
-        "class_names": first.class_names,
-        "own": own,
-        "skipped": tuple(name for each in opened for name in each.skipped),
-        "blend": Blend(mix.weights, tuple(int(start) for start in starts), mix.epoch_examples),
-    }
-    if all(each.array is not None for each in opened):
-        return Examples(array=np.concatenate([each.array for each in opened]), **facts)
-    if any(each.ahead is not None for each in opened):
-        facts["ahead"] = _ahead(opened, starts)
-    where = _chosen(opened, starts, _place) if any(each.where is not None for each in opened) else None
-    return Examples(load=_chosen(opened, starts, Examples.example), where=where, **facts)
 
 
 def _ahead(opened: Sequence[Examples], starts: np.ndarray):

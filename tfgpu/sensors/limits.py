@@ -42,34 +42,54 @@ def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
         Limit(resource='GPU compute', why='the GPU is busy 97% of the time')
     """
     wait, cpu, machine = (_number(means.get(name)) for name in ("input_wait", "cpu_share", "machine_cpu_share"))
-    gpu, traffic = _gpus(means, "utilization"), _gpus(means, "memory_utilization")
-    link, nvlink = _gpus(means, "pcie_share"), _gpus(means, "nvlink_share")
     network = _number(means.get("network_share")) if workers > 1 else None
-    if wait is not None and wait >= WAITS:
-        more = f"; the cores are {cpu:.0%} busy" if cpu is not None and cpu >= BUSY else ""
+    if _is_from(WAITS, wait):
+        more = f"; the cores are {cpu:.0%} busy" if _is_from(BUSY, cpu) else ""
         return Limit("input", f"the step waits for data {wait:.0%} of the time{more}")
-    unread = "" if wait is not None else "; the wait for data is unknown"
-    for name, share in (("NVLink", nvlink), ("the network", network)):
-        if share is not None and share >= LINK:
-            return Limit("communication", f"{name} uses {share:.0%} of its bandwidth{unread}")
-    if gpu is not None and gpu >= BUSY:
-        if traffic is not None and traffic >= TRAFFIC:
-            return Limit("GPU memory traffic", f"the GPU's memory is read or written {traffic:.0%} of the time{unread}")
-        return Limit("GPU compute", f"the GPU is busy {gpu:.0%} of the time{unread}")
-    idle = f"the GPU is busy {gpu:.0%} of the time, " if gpu is not None else ""
-    if gpu is not None and link is not None and link >= LINK:
-        return Limit("communication", f"{idle}PCIe uses {link:.0%} of its bandwidth{unread}")
-    if cpu is not None and cpu >= BUSY:
-        return Limit("CPU", f"{idle}the cores are {cpu:.0%} busy{unread}")
-    if cpu is not None and machine is not None and machine >= BUSY and machine > 2 * cpu:
-        return Limit("CPU", f"{idle}other processes keep the machine's cores {machine:.0%} busy{unread}")
+    found = _of_links_and_gpus(means, network) or _of_cores(cpu, machine, _gpus(means, "utilization"), workers, network)
+    is_complete = wait is not None or found.resource == "unknown"
+    return found if is_complete else Limit(found.resource, f"{found.why}; the wait for data is unknown")
+
+
+def _is_from(least: float, share: float | None) -> bool:
+    return share is not None and share >= least
+
+
+def _of_links_and_gpus(means: Mapping[str, Value], network: float | None) -> Limit | None:
+    gpu, traffic = _gpus(means, "utilization"), _gpus(means, "memory_utilization")
+    for name, share in (("NVLink", _gpus(means, "nvlink_share")), ("the network", network)):
+        if _is_from(LINK, share):
+            return Limit("communication", f"{name} uses {share:.0%} of its bandwidth")
+    if _is_from(BUSY, gpu):
+        if _is_from(TRAFFIC, traffic):
+            return Limit("GPU memory traffic", f"the GPU's memory is read or written {traffic:.0%} of the time")
+        return Limit("GPU compute", f"the GPU is busy {gpu:.0%} of the time")
+    link = _gpus(means, "pcie_share")
+    if gpu is not None and _is_from(LINK, link):
+        return Limit("communication", f"{_idle(gpu)}PCIe uses {link:.0%} of its bandwidth")
+    return None
+
+
+def _of_cores(
+    cpu: float | None, machine: float | None, gpu: float | None, workers: int, network: float | None
+) -> Limit:
+    """What limits a step that neither its input, a link nor a GPU does."""
     if cpu is None:
         return Limit("unknown", "the CPU load is not known yet")
+    idle = _idle(gpu)
+    if cpu >= BUSY:
+        return Limit("CPU", f"{idle}the cores are {cpu:.0%} busy")
+    if _is_from(BUSY, machine) and machine > 2 * cpu:
+        return Limit("CPU", f"{idle}other processes keep the machine's cores {machine:.0%} busy")
     if gpu is None and workers > 1:
-        return Limit("communication", f"the cores are {cpu:.0%} busy while {workers} workers train{unread}")
+        return Limit("communication", f"the cores are {cpu:.0%} busy while {workers} workers train")
     carried = f" (the network uses {network:.0%} of its bandwidth)" if network is not None else ""
     exchange = f", or communication between {workers} workers{carried}" if workers > 1 else ""
-    return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{exchange}{unread}")
+    return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{exchange}")
+
+
+def _idle(gpu: float | None) -> str:
+    return f"the GPU is busy {gpu:.0%} of the time, " if gpu is not None else ""
 
 
 def input_wait(step_s: float | None, computing_s: float | None, busy: Sequence[float | None] = ()) -> float | None:
