@@ -15,7 +15,7 @@ from tfgpu.finetuning.tokens import Example
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunData:
     """A run's data.
 
     Attributes:
@@ -44,7 +44,7 @@ def make(
     seed: int = 0,
     split_seed: int = 0,
     feed: Feed | None = None,
-) -> Parts:
+) -> RunData:
     """Splits and batches sequences.
 
     Args:
@@ -86,7 +86,7 @@ def make(
         made["train"].counter,
     )
     learned = sum(int((example.targets != sequences.IGNORED).sum()) for example in chosen["train"])
-    return Parts(data, tuple(chosen["test"]), made["train"].filled, learned)
+    return RunData(data, tuple(chosen["test"]), made["train"].filled, learned)
 
 
 def _info(

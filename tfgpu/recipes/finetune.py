@@ -42,7 +42,7 @@ class Finetuned:
 
     task: keras.Model
     tokenizer: tokens.Tokenizer
-    parts: batches.Parts
+    parts: batches.RunData
     names: Sequence[str] | None
     facts: Mapping[str, Any]
 
@@ -168,7 +168,7 @@ def _length(what: Recipe, task: keras.Model) -> tuple[int, str]:
 
 def _parts(
     what: Recipe, examples: list[tokens.Example], task: keras.Model, path: Path, length: int, names: Any
-) -> batches.Parts:
+) -> batches.RunData:
     return batches.make(
         examples,
         path=path,
