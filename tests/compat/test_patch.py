@@ -185,6 +185,28 @@ def test_what_is_wrapped_within_a_block_stays(listed, monkeypatch):
     assert len(patch.installed()) == 2
 
 
+def test_a_method_of_one_object_is_listed_once_for_its_class(listed):
+    class Layer:
+        def call(self):
+            return "stock"
+
+    layers = Layer(), Layer(), Layer()
+    for at, layer in enumerate(layers[:2]):
+        patch.override(layer, "call", lambda at=at: at, by="tfgpu.example")
+    assert [each.call() for each in layers] == [0, 1, "stock"]
+    assert patch.installed() == (patch.Patch("Layer.call", "tfgpu.example", "unlisted"),)
+
+
+METHODS = {"call", "quantize", "add", "pop", "save_own_variables"}
+
+
+def test_methods_of_objects_in_parallel_are_declared():
+    declared = patch.declared()
+    assert METHODS <= {target[2:] for target, by in declared if by.startswith("tfgpu.parallel")}
+    assert ("*.compute_loss", "tfgpu.parallel.device_placement") in declared
+    assert ("*._run_through_graph", "tfgpu.compat.layers") in declared
+
+
 PACKAGE = Path(patch.__file__).parents[1]
 LIBRARIES = ("keras", "tensorflow", "tfgpu.compat")
 
@@ -227,6 +249,24 @@ def assigned_to_libraries(text: str) -> list[str]:
 def test_nothing_else_changes_a_library():
     changes = {path: assigned_to_libraries(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
     assert {str(path.relative_to(PACKAGE)): found for path, found in changes.items() if found} == {}
+
+
+ATTRIBUTES = {  # variables and numbers, no methods
+    "parallel/expert/shards.py": 1,
+    "parallel/tensor/block_run.py": 2,
+    "parallel/tensor/variable_splits.py": 2,
+}
+
+
+def test_objects_get_methods_by_override_alone():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        calls = [each for each in nodes if isinstance(each, ast.Call) and each.args]
+        calls = [each for each in calls if ast.unparse(each.func) == "object.__setattr__"]
+        if count := len([each for each in calls if ast.unparse(each.args[0]) != "self"]):  # of a frozen dataclass
+            found[str(path.relative_to(PACKAGE))] = count
+    assert {path: count for path, count in found.items() if not path.startswith("compat/")} == ATTRIBUTES
 
 
 @pytest.mark.parametrize(

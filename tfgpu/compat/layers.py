@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import keras
 
 from tfgpu.compat.keras import Functional, Sequential
+from tfgpu.compat.patch import override
 
 
 def that_build_nothing(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -150,7 +151,7 @@ def replace_graph_runner(graph: Functional, run: Callable) -> None:
         run: takes `inputs`, `operation_fn` (which maps an operation to the function to call; absent in some versions
             of Keras) and `call_fn`, and returns the outputs.
     """
-    object.__setattr__(graph, "_run_through_graph", run)
+    override(graph, "_run_through_graph", run, by=__name__)
 
 
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:

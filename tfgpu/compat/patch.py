@@ -1,10 +1,10 @@
 """How tfgpu patches Keras and TensorFlow: it wraps single functions, each for a known source.
 
-`wrap` (and `wrapped`, for a block) is the only way in which tfgpu replaces a library's function. Each target in
-`targets.py` has fingerprints (hashes of its source) for the tested versions, in `fingerprints.json`. A missing target
-raises an error; one whose source has changed is reported once, and, if it belongs to a repair, the repair's probe
-decides whether the repair is still needed. `installed()` lists all active patches, and `declared()` what the source may
-wrap; `tfgpu doctor --json` lists both.
+`wrap` (`wrapped` for a block, `override` for one object) is the only way in which tfgpu replaces a library's function.
+Each target in `targets.py` has fingerprints (hashes of its source) for the tested versions, in `fingerprints.json`. A
+missing target raises an error; one whose source has changed is reported once, and, if it belongs to a repair, the
+repair's probe decides whether the repair is still needed. `installed()` lists all active patches, and `declared()` what
+the source may wrap; `tfgpu doctor --json` lists both.
 """
 
 import ast
@@ -49,7 +49,7 @@ class _Pending:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 
-WAYS = ("wrap", "wrapped", "replace")
+WAYS = ("wrap", "wrapped", "override", "replace")
 """The functions of this module that patch."""
 
 _ABSENT = object()
@@ -65,7 +65,8 @@ def wrap(target: object, name: str | None = None, *, listed: str = "") -> Callab
         target: a name of `targets.TARGETS` without the underscore of a private function, a public dotted path below
             `keras` or `tf`, or, with `name`, an object.
         name: the attribute of the object `target`, a user's class or one made at run time.
-        listed: what `declared` shows for an object whose `name` is no constant there, with `*` for what varies.
+        listed: what `declared` shows for an object whose `name` is no constant there, with `*` for what varies;
+            several are separated by spaces.
 
     Raises:
         MachineError: this version of Keras or TensorFlow has no such function.
@@ -129,6 +130,24 @@ def _around(stock: Callable, fix: Callable) -> Callable:
         return fix(stock, *args, **kwargs)
 
     return around
+
+
+def override(owner: object, name: str, method: Callable, *, by: str, listed: str = "") -> None:
+    """Gives one object, such as a layer, a method of its own in place of its class's; Keras does not track it.
+
+    `installed` lists it once, as a method of the object's class, however many objects have it.
+
+    Args:
+        owner: the object.
+        name: of the method.
+        method: takes the arguments without `self`.
+        by: the calling module, for `installed`.
+        listed: as for `wrap`, where `name` is no constant.
+    """
+    object.__setattr__(owner, name, method)
+    patch = Patch(f"{type(owner).__name__}.{name}", by, "unlisted")
+    if patch not in _installed:
+        _installed.append(patch)
 
 
 def replace(target: str, value: object, *, by: str, is_new: bool = False) -> None:
@@ -233,7 +252,7 @@ def _targets_in(call: ast.Call, words: set[object]) -> list[str]:
     if isinstance(target, ast.Constant):
         return [targets.full_name(target.value)]
     if not isinstance(target, ast.JoinedStr):  # an object
-        listed = [each.value.value for each in call.keywords if each.arg == "listed"]
+        listed = [name for each in call.keywords if each.arg == "listed" for name in each.value.value.split()]
         return listed or [f"*.{name.value}" for name in names if isinstance(name, ast.Constant)]
     parts = (re.escape(part.value) if isinstance(part, ast.Constant) else "(.+)" for part in target.values)
     pattern = re.compile("".join(parts))

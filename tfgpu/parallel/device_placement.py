@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import device_groups, distribute, slots, training, variables
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import override, wrap
 from tfgpu.compat.tensorflow import surround_gradients
 from tfgpu.core import extensions, gradients, replication, step_context
 from tfgpu.core.state import layer_state
@@ -152,7 +152,7 @@ def run_on(layer: keras.layers.Layer, placement: DevicePlacement, name: str = "c
             return compiled_calls.run(layer, stock, args, kwargs, _elsewhere.get() or placement.local_device)
 
     method.unplaced = stock
-    object.__setattr__(layer, name, method)
+    override(layer, name, method, by=__name__, listed="*.call *.compute_loss *.compute_metrics")
 
 
 def create_variables_on(
@@ -166,7 +166,7 @@ def create_variables_on(
         with strategy.scope(), scope(placement):
             return stock(*args, **kwargs)
 
-    object.__setattr__(layer, name, method)
+    override(layer, name, method, by=__name__, listed="*.enable_lora")
 
 
 def build_on(layer: keras.layers.Layer, placement: DevicePlacement) -> None:
@@ -182,7 +182,7 @@ def build_on(layer: keras.layers.Layer, placement: DevicePlacement) -> None:
             if slots.get(variable, "placement") is None:  # a layer within may have set its own
                 slots.of(variable).placement = placement
 
-    object.__setattr__(layer, "build", build)
+    override(layer, "build", build, by=__name__)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from tfgpu.compat.keras import (
     operation_with_training,
     tree,
 )
+from tfgpu.compat.patch import override
 from tfgpu.core import step_context
 from tfgpu.errors import InputError
 
@@ -189,8 +190,8 @@ def forbid_layer_changes(model: keras.Sequential) -> None:
             "or build a new model from the layers of the file that `save` writes."
         )
 
-    for name in ("add", "pop"):
-        object.__setattr__(model, name, refuse)
+    override(model, "add", refuse, by=__name__)
+    override(model, "pop", refuse, by=__name__)
 
 
 def in_training(operation: Callable) -> Callable:
@@ -225,7 +226,7 @@ def override_run(model: keras.Model, run_calls: Callable, name: str) -> None:
         return _run_graph_by(graph, inputs, lambda values: run_calls(values, operation_fn))
 
     slots.of(graph).override_name = name
-    object.__setattr__(graph, "call", call)
+    override(graph, "call", call, by=__name__)
     layers.replace_graph_runner(graph, run_graph)
 
 

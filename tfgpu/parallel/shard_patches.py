@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers, saving, variables
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import override, wrap
 from tfgpu.compat.variables import CHECKPOINT_KEY
 from tfgpu.core.state.sharded_variable import (
     ShardedVariable,
@@ -47,8 +47,9 @@ def mark_shards(shards: Sequence, sharding: Sharding, path: str, outer: ShardInf
 
 def save_merged(layer: keras.layers.Layer) -> None:
     """Makes a layer whose class saves its variables by name save and load them as on one device."""
-    for name in ("save_own_variables", "load_own_variables"):
-        object.__setattr__(layer, name, functools.partial(getattr(keras.layers.Layer, name), layer))
+    stock = keras.layers.Layer
+    override(layer, "save_own_variables", functools.partial(stock.save_own_variables, layer), by=__name__)
+    override(layer, "load_own_variables", functools.partial(stock.load_own_variables, layer), by=__name__)
 
 
 def check_optimizer(optimizer) -> None:

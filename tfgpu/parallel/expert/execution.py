@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfgpu.compat import training
 from tfgpu.compat.keras import in_symbolic_scope
+from tfgpu.compat.patch import override
 from tfgpu.core import replication, step_context
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, placement, shard_averages
@@ -71,7 +72,7 @@ def _run_in_groups(bank: Bank, groups: Groups) -> None:
             )
         return _Run(bank, groups).result(stock, bound)
 
-    object.__setattr__(layer, "call", call)
+    override(layer, "call", call, by=__name__)
 
 
 class _Run:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfgpu.compat import keras as keras_private
 from tfgpu.compat import layers, variables
+from tfgpu.compat.patch import override
 from tfgpu.core import replication, step_context
 from tfgpu.core.state import replica_values, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
@@ -119,8 +120,8 @@ def spread(layer: keras.layers.Layer, names: Sequence[str], placement, strategy,
             track(each)
             each.trainable = trains
     shard_patches.save_merged(layer)
-    for name in ("enable_lora", "quantize"):
-        object.__setattr__(layer, name, lambda *args, of=name, **kwargs: _refuse(layer, of))
+    override(layer, "enable_lora", lambda *args, **kwargs: _refuse(layer, "enable_lora"), by=__name__)
+    override(layer, "quantize", lambda *args, **kwargs: _refuse(layer, "quantize"), by=__name__)
 
 
 def _created(variable: keras.Variable, placement, strategy, groups: Groups) -> keras.Variable:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import keras
 
 from tfgpu.compat import slots
+from tfgpu.compat.patch import override
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.rematerialization import remat
@@ -26,7 +27,7 @@ def recompute_layer(layer: keras.layers.Layer) -> None:
     call = remat.remat(within)
     call.__wrapped__ = stock  # for those who ask for the signature
     slots.of(layer).recomputes = True
-    object.__setattr__(layer, "call", call)
+    override(layer, "call", call, by=__name__)
 
 
 def is_recomputed(layer: keras.layers.Layer) -> bool:

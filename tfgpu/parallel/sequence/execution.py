@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfgpu.compat import layers
 from tfgpu.compat.keras import in_symbolic_scope, tree
+from tfgpu.compat.patch import override
 from tfgpu.core import logits, replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
@@ -43,7 +44,7 @@ def install(model: keras.Model, mesh: Mesh) -> None:
             return stock(*args, **kwargs)
         return _Run(model, stock, [each.local_device for each in placements], args, kwargs).outputs()
 
-    object.__setattr__(model, "call", call)
+    override(model, "call", call, by=__name__)
 
 
 class _Run:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfgpu.compat import layers as layers_private
 from tfgpu.compat.keras import in_symbolic_scope
+from tfgpu.compat.patch import override
 from tfgpu.core import step_context
 from tfgpu.core.randomness import rng
 from tfgpu.errors import InputError
@@ -64,7 +65,7 @@ def split(block: Block, placements: Sequence[device_placement.DevicePlacement], 
             )
         return _Run(block, placements, stock, signature.bind(*args, **kwargs)).result()
 
-    object.__setattr__(block.layer, "call", call)
+    override(block.layer, "call", call, by=__name__)
 
 
 def _intercept(block: Block, style, sublayer: keras.layers.Layer) -> None:
@@ -78,7 +79,7 @@ def _intercept(block: Block, style, sublayer: keras.layers.Layer) -> None:
             return stock(*args, **kwargs)
         return now.sublayer(sublayer, style, stock, args, kwargs)
 
-    object.__setattr__(sublayer, "call", call)
+    override(sublayer, "call", call, by=__name__)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 
 from tfgpu.compat import keras as keras_private
 from tfgpu.compat import layers, variables
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import override, wrap
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, shard_patches
@@ -42,11 +42,11 @@ def split_variables(
         object.__setattr__(layer, split.attribute, LocalShard(shards))
     _replace(layer, shards_of)
     if axes.is_convolution(layer):
-        object.__setattr__(layer, "call", functools.partial(axes.convolved, layer))
+        override(layer, "call", functools.partial(axes.convolved, layer), by=__name__)
     if not getattr(layer, "lora_enabled", False):  # whose class saves the sum of the kernel and LoRA's product
         shard_patches.save_merged(layer)
-    for name in ("enable_lora", "quantize"):
-        object.__setattr__(layer, name, functools.partial(_refuse, layer, name))
+    override(layer, "enable_lora", functools.partial(_refuse, layer, "enable_lora"), by=__name__)
+    override(layer, "quantize", functools.partial(_refuse, layer, "quantize"), by=__name__)
 
 
 def _create_shards(variable: keras.Variable, axis: int, placements, strategy, may_train: bool) -> list[keras.Variable]:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfgpu.compat import layers, slots, variables
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbolic_scope, tree
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import override, wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context
 from tfgpu.core.state import layer_state, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
@@ -169,7 +169,7 @@ def _replace(layer: keras.layers.Layer, shards: Sequence[keras.Variable]) -> Non
             trains, shard.trainable = shard.trainable, True  # otherwise it would be tracked as never trainable
             track(shard)
             shard.trainable = trains
-    object.__setattr__(layer, "quantize", functools.partial(_refuse, layer, "quantize"))
+    override(layer, "quantize", functools.partial(_refuse, layer, "quantize"), by=__name__)
 
 
 def _refuse(layer: keras.layers.Layer, name: str, *args, **kwargs) -> None:
@@ -217,7 +217,7 @@ def _gather_while_running(unit: keras.layers.Layer, gathered: Sequence[GatheredV
         is_in_remat = isinstance(get_stateless_scope(), (remat.RecordingScope, remat.ReplayScope))
         return (with_variables if is_in_remat else rematerialized)(*args, **kwargs)
 
-    object.__setattr__(unit, "call", functools.update_wrapper(call, stock, updated=()))
+    override(unit, "call", functools.update_wrapper(call, stock, updated=()), by=__name__)
 
 
 def _compile_while_running(unit: keras.layers.Layer) -> None:
@@ -230,7 +230,7 @@ def _compile_while_running(unit: keras.layers.Layer) -> None:
             return stock(*args, **kwargs)
         return compiled_calls.run(unit, stock, args, kwargs, tf.nest.flatten(context.devices)[0])
 
-    object.__setattr__(unit, "call", functools.update_wrapper(call, stock, updated=()))
+    override(unit, "call", functools.update_wrapper(call, stock, updated=()), by=__name__)
 
 
 @contextlib.contextmanager
