@@ -1,5 +1,6 @@
 """The command line in real processes: output, files and exit codes."""
 
+import builtins
 import functools
 import json
 import math
@@ -20,7 +21,7 @@ import rich.markup
 import typer
 import yaml
 
-from tfgpu import cli, models
+from tfgpu import __main__, cli, models
 from tfgpu.recipes.recipe import Recipe, choices
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,20 @@ def equal(one: Path, other: Path) -> bool:
 
 
 # Help
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(monkeypatch, capsys):
+    stock = builtins.__import__
+
+    def pressed(name, globals=None, locals=None, fromlist=(), level=0):
+        if "cli" in (fromlist or ()):
+            raise KeyboardInterrupt
+        return stock(name, globals, locals, fromlist, level)
+
+    monkeypatch.setattr(builtins, "__import__", pressed)
+    with pytest.raises(SystemExit, match="130"):
+        __main__.main()
+    assert capsys.readouterr().err == "error: Interrupted.\n"
 
 
 def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_path):

@@ -1,6 +1,17 @@
-"""`python -m tfgpu` is the same as the command `tfgpu`."""
+"""The command `tfgpu`, also as `python -m tfgpu`."""
 
-from tfgpu.cli import main
+import sys
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C while it is imported is reported in one line, as later."""
+    try:
+        from tfgpu import cli
+    except KeyboardInterrupt:
+        print("error: Interrupted.", file=sys.stderr)
+        sys.exit(130)
+    cli.main()
+
 
 if __name__ == "__main__":
     main()
