@@ -8,15 +8,17 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("silence_s", "words"),
+    ("heartbeat_timeout_s", "words"),
     [
         (7, "worker 1: no heartbeat for 7 s"),
         # TensorFlow's own limit is shorter: the other worker fails first, and is not to blame.
         (60, "Before that, worker 1 had sent no heartbeat for"),
     ],
 )
-def test_a_stopped_worker_is_named_and_the_result_is_the_same(silence_s, words, tmp_path, launched, whole, same_bytes):
-    cut = launched(tmp_path / "cut", "stopped", "--max-restarts", "1", "--heartbeat-timeout", str(silence_s))
+def test_a_stopped_worker_is_named_and_the_result_is_the_same(
+    heartbeat_timeout_s, words, tmp_path, launched, whole, same_bytes
+):
+    cut = launched(tmp_path / "cut", "stopped", "--max-restarts", "1", "--heartbeat-timeout", str(heartbeat_timeout_s))
     stopped_at, pid = cut.event("stopped", attempt=1, rank=1)
     named_at = cut.said_at(words)
     ended_at = cut.said_at("Attempt 2 starts")
@@ -24,7 +26,7 @@ def test_a_stopped_worker_is_named_and_the_result_is_the_same(silence_s, words, 
     trains_at, _ = cut.event("trains", attempt=2)
     found = cut.finish()
     seconds = {
-        "silence": silence_s,
+        "silence": heartbeat_timeout_s,
         "named": round(named_at - stopped_at, 1),
         "ended": round(ended_at - stopped_at, 1),
         "trains again": round(trains_at - stopped_at, 1),

@@ -94,7 +94,7 @@ class Run:
                 "PYTHONPATH": f"{folder}:{ROOT}",
                 **dict(environment),
             },
-            **{"workers": 2, "silence_s": 30.0, **(job or {})},
+            **{"workers": 2, "heartbeat_timeout_s": 30.0, **(job or {})},
         )
         before = Path.cwd()
         os.chdir(folder)

@@ -72,9 +72,9 @@ def test_what_is_sent_reaches_the_task_even_before_it_connects(links):
             thread = threading.Thread(target=relay, args=(line, worker))
             thread.start()
             served(links[0])
-            links[0].send("end", grace_s=0)
+            links[0].send("end", grace_period_s=0)
             thread.join(300)
-    assert worker.asked == [("reserve", {"count": 1}), ("end", {"grace_s": 0})] and worker.closed.is_set()
+    assert worker.asked == [("reserve", {"count": 1}), ("end", {"grace_period_s": 0})] and worker.closed.is_set()
 
 
 def test_a_program_that_is_gone_ends_the_worker(links):

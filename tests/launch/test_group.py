@@ -20,8 +20,8 @@ SETTINGS = {
     "gpus_per_worker": None,
     "max_restarts": 0,
     "startup_timeout_s": 60.0,
-    "silence_s": 60.0,
-    "grace_s": 10.0,
+    "heartbeat_timeout_s": 60.0,
+    "grace_period_s": 10.0,
     "logs": None,
     "environment": None,
 }
@@ -68,7 +68,7 @@ class Workers:
 
 def run(workers, on_progress=None, **settings):
     job = Job("x", workers=len(workers.attempts[0]), **settings)
-    return run_until_done(Work(job, grace_s=0.1), workers, on_progress)
+    return run_until_done(Work(job, grace_period_s=0.1), workers, on_progress)
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_a_script_is_a_job_with_its_own_path(tmp_path, monkeypatch):
     [
         ({"workers": 0}, "`workers` must be a whole number from 1. Received: 0"),
         ({"max_restarts": -1}, "`max_restarts`"),
-        ({"grace_s": -1}, "`grace_s`"),
+        ({"grace_period_s": -1}, "`grace_period_s`"),
         ({"startup_timeout_s": 0}, "`startup_timeout_s`"),
     ],
 )

@@ -233,7 +233,7 @@ def test_a_tfjob_leaves_the_cluster_to_its_operator(changes, roles, limit, polic
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_has_its_gpus_shared_memory_and_checkpoints(kind):
-    for pod in pods(manifests(job(), facts(kind=kind, grace_s=90, shared_memory="3Gi", cpu="500m"))):
+    for pod in pods(manifests(job(), facts(kind=kind, grace_period_s=90, shared_memory="3Gi", cpu="500m"))):
         spec, (one,) = pod["spec"], pod["spec"]["containers"]
         assert one["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2"}
         assert one["resources"]["requests"]["cpu"] == "500m"
@@ -308,7 +308,7 @@ def test_the_command_reaches_the_script_word_for_word(tmp_path):
 
 
 def test_a_process_that_may_wait_forever_has_no_probe():
-    assert "livenessProbe" not in container(manifests(job(silence_s=0), facts()))
+    assert "livenessProbe" not in container(manifests(job(heartbeat_timeout_s=0), facts()))
 
 
 def test_the_probe_detects_a_silent_process(tmp_path):
@@ -374,7 +374,7 @@ def test_a_name_leaves_room_for_the_pods(kind, longest):
         ({"cpu": "-1"}, "Received: '-1'"),
         ({"shared_memory": "2"}, "`shared_memory` must have"),
         ({"claim_size": "10"}, "`claim_size` must have"),
-        ({"grace_s": 0}, "`grace_s` must be a whole number from 1"),
+        ({"grace_period_s": 0}, "`grace_period_s` must be a whole number from 1"),
         ({"port": 80}, "`port` must be a whole number from 1024 to 65535. Received: 80"),
         ({"user": 0}, "`user` must be a whole number from 1"),
     ],

@@ -142,7 +142,7 @@ def test_too_few_gpus_are_refused_with_the_fix(gpus, workers, size, words):
         ({"gpus_per_worker": -1}, "`gpus_per_worker`"),
         ({"startup_timeout_s": 0}, "`startup_timeout_s`"),
         ({"startup_timeout_s": float("nan")}, "`startup_timeout_s`"),
-        ({"silence_s": -1}, "`silence_s`"),
+        ({"heartbeat_timeout_s": -1}, "`heartbeat_timeout_s`"),
     ],
 )
 def test_a_job_refuses_numbers_out_of_range(changes, words):

@@ -97,7 +97,7 @@ def test_the_first_bad_exit_ends_the_group_and_is_shown(launch, end, code, words
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_group_before_the_grace_although_another_ignores_sigterm(launch):
     script = "if me == 'worker0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\nup()\ntime.sleep(3600)\n"
-    launch.start(script, options={"grace_s": 3600.0})
+    launch.start(script, options={"grace_period_s": 3600.0})
     files = launch.wait_for(2)
     os.kill(int(files[1].read_text()), signal.SIGKILL)
     code, _, err = launch.finish()  # long before the end of worker 0's grace
@@ -184,7 +184,7 @@ DEAF = "for number in (2, 15): signal.signal(number, signal.SIG_IGN)\nup()\ntime
 
 @pytest.mark.slow
 def test_the_grace_period_ends(launch):
-    launch.start(DEAF, options={"grace_s": 1.0})
+    launch.start(DEAF, options={"grace_period_s": 1.0})
     launch.wait_for(2)
     launch.process.terminate()
     assert launch.finish()[0] == 143
@@ -192,7 +192,7 @@ def test_the_grace_period_ends(launch):
 
 
 def test_a_second_ctrl_c_kills(launch):
-    launch.start(DEAF, options={"grace_s": 100.0})
+    launch.start(DEAF, options={"grace_period_s": 100.0})
     launch.wait_for(2)
     launch.process.send_signal(signal.SIGINT)
     time.sleep(1)
@@ -214,7 +214,7 @@ def beat():
 def test_a_stopped_process_is_named_and_the_group_ends(launch):
     # Worker 0 sends no heartbeat, and so is never late, however busy the machine is.
     script = "up()\nwhile True:\n    if me == 'worker1': beat()\n    time.sleep(0.1)\n"
-    launch.start(BEATING + script, silence_s=5.0)
+    launch.start(BEATING + script, heartbeat_timeout_s=5.0)
     files = launch.wait_for(2)
     os.kill(int(files[1].read_text()), signal.SIGSTOP)
     code, _, err = launch.finish()
@@ -224,13 +224,13 @@ def test_a_stopped_process_is_named_and_the_group_ends(launch):
 
 @pytest.mark.slow
 def test_a_process_without_any_heartbeat_is_not_late(launch):
-    assert launch.run("time.sleep(3)", silence_s=1.0)[0] == 0
+    assert launch.run("time.sleep(3)", heartbeat_timeout_s=1.0)[0] == 0
 
 
 @pytest.mark.slow
 def test_a_changed_clock_is_no_timeout(launch):
     script = BEATING + "for i in range(120):\n    os.utime(beat() or os.environ['TFGPU_HEARTBEAT'], (i, i))\n    "
-    assert launch.run(script + "time.sleep(0.1)\n", silence_s=8.0)[0] == 0
+    assert launch.run(script + "time.sleep(0.1)\n", heartbeat_timeout_s=8.0)[0] == 0
 
 
 # Restarts
@@ -338,7 +338,7 @@ def test_an_evaluator_may_finish_and_is_ended_if_it_does_not(launch):
     script = "up()\nif me == 'evaluator0':\n    time.sleep(float(sys.argv[1]))\n    print('finished')\n"
     code, out, _ = launch.run(script, evaluator=True, arguments=["2"])
     assert (code, launch.shown(out, "evaluator")) == (0, ["finished"])
-    code, out, _ = launch.run(script, evaluator=True, arguments=["300"], options={"grace_s": 1.0})
+    code, out, _ = launch.run(script, evaluator=True, arguments=["300"], options={"grace_period_s": 1.0})
     assert (code, launch.shown(out, "evaluator")) == (0, [])
     launch.gone_after()
 
@@ -387,7 +387,7 @@ def test_ctrl_c_on_a_terminal_reaches_each_process_once(launch):
         ({"environment": {"TF_CONFIG": "{}"}}, {}, "TF_CONFIG cannot be set"),
         ({"workers": 2}, {"CUDA_VISIBLE_DEVICES": "0"}, "--gpus-per-worker 0"),
         ({"logs": "/proc/logs"}, {}, "cannot be written to '/proc/logs'"),
-        ({"silence_s": -1}, {}, "`silence_s`"),
+        ({"heartbeat_timeout_s": -1}, {}, "`heartbeat_timeout_s`"),
     ],
 )
 def test_wrong_input_is_one_line(launch, job, environ, words):

@@ -151,7 +151,7 @@ def test_a_worker_that_is_asked_to_stop_saves_at_its_step_and_no_step_is_lost(cl
             os.kill(next(report["process"] for report in seen if "process" in report), signal.SIGTERM)
 
     found = tfgpu.launch.ray_job(
-        train, 2, arguments=(str(tmp_path), 4, 0.3), startup_timeout_s=300, grace_s=60, on_progress=ask
+        train, 2, arguments=(str(tmp_path), 4, 0.3), startup_timeout_s=300, grace_period_s=60, on_progress=ask
     )
     assert steps(seen) == [0, 1, 2, 3] * 4  # over both starts: none twice, none left out
     assert 6 <= len(steps([report for report in seen if report["start"] == 0])) < 16
@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_nothing_behind(cluster, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         tfgpu.launch.ray_job(
-            train, 2, arguments=(str(tmp_path), 1000), grace_s=2, startup_timeout_s=300, on_progress=interrupt
+            train, 2, arguments=(str(tmp_path), 1000), grace_period_s=2, startup_timeout_s=300, on_progress=interrupt
         )
     check_nothing_is_left(cluster)
 
@@ -230,7 +230,7 @@ def test_a_silent_worker_is_ended(cluster):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(MachineError, match="no heartbeat for 3 s"):
-        tfgpu.launch.ray_job(fall_silent, 1, silence_s=3)
+        tfgpu.launch.ray_job(fall_silent, 1, heartbeat_timeout_s=3)
     check_nothing_is_left(cluster)
 
 

@@ -92,7 +92,7 @@ class Driver:
             self.streams[message["stream"]] = self.streams.get(message["stream"], b"") + data
         if message["event"] in ("exit", "late"):
             self.code = message.get("code", self.code)
-            self.relay.send("end", {"grace_s": 0})
+            self.relay.send("end", {"grace_period_s": 0})
 
 
 def relay_of(script: Path, **job) -> Relay:
@@ -142,7 +142,8 @@ def test_a_heartbeat_timeout_is_reported(tmp_path, timeout_s, code):
         "import os, pathlib, time\npathlib.Path(os.environ['TFGPU_HEARTBEAT']).touch()\n"
         f"time.sleep({600 if timeout_s else 4})\nos._exit(4)\n"
     )
-    assert Driver(relay_of(script), runner=()).run(silence_s=timeout_s) == code  # `tfgpu.run` has its own heartbeat.
+    driver = Driver(relay_of(script), runner=())  # `tfgpu.run` has its own heartbeat.
+    assert driver.run(heartbeat_timeout_s=timeout_s) == code
 
 
 def test_reports_result_and_output_go_to_separate_streams(tmp_path, capfd):

@@ -29,7 +29,12 @@ def directives(batch: str) -> list[str]:
 def test_the_whole_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     allocation = Allocation(
-        nodes=2, time="1-12", partition="gpu,big", account="lab", grace_s=90, options=("--qos=high", "--exclusive")
+        nodes=2,
+        time="1-12",
+        partition="gpu,big",
+        account="lab",
+        grace_period_s=90,
+        options=("--qos=high", "--exclusive"),
     )
     batch = text(
         Path("/shared"),
@@ -38,7 +43,7 @@ def test_the_whole_file(tmp_path, monkeypatch):
         workers=8,
         gpus_per_worker=1,
         max_restarts=4,
-        silence_s=30.0,
+        heartbeat_timeout_s=30.0,
         environment={"NCCL_DEBUG": "INFO"},
     )
     assert (
@@ -119,8 +124,8 @@ def test_tasks_and_gpus(tmp_path):
         ({"nodes": 0}, "`nodes` must be a whole number from 1"),
         ({"nodes": True}, "`nodes`"),
         ({"nodes": "2"}, "`nodes`"),
-        ({"grace_s": 0}, "`grace_s`"),
-        ({"grace_s": 1.5}, "`grace_s`"),
+        ({"grace_period_s": 0}, "`grace_period_s`"),
+        ({"grace_period_s": 1.5}, "`grace_period_s`"),
         ({"partition": "a b"}, "`partition` must be a name"),
         ({"partition": ""}, "`partition` must be a name"),
         ({"account": "lab; rm"}, "`account` must be a name"),

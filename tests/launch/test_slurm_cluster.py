@@ -82,7 +82,7 @@ def test_wrong_input_fails_at_once(cluster, tmp_path):
 
 @pytest.mark.parametrize(("fault", "code"), [("kill", 137), ("stop", 124)])
 def test_a_task_that_is_killed_or_stopped_costs_a_restart(cluster, tmp_path, fault, code):
-    run = Run(tmp_path, tmp_path, 20, 1, 10, fault, job={"max_restarts": 1, "silence_s": 5.0})
+    run = Run(tmp_path, tmp_path, 20, 1, 10, fault, job={"max_restarts": 1, "heartbeat_timeout_s": 5.0})
     assert run.wait() == 0
     assert f"task 1 ended first, with exit code {code}" in run.log()
     assert run.facts()["Restarts"] == "0"
@@ -173,7 +173,7 @@ def test_preemption_of_a_script_that_saves_nothing_starts_over(cluster, tmp_path
 
 
 def test_the_time_limit_saves_and_resumes(cluster, tmp_path):
-    run = Run(tmp_path, tmp_path, 1100, time="2", grace_s=30)
+    run = Run(tmp_path, tmp_path, 1100, time="2", grace_period_s=30)
     assert run.wait(400) == 0
     assert run.facts()["JobState"] == "COMPLETED"
     assert int(run.facts()["Restarts"]) >= 1
@@ -181,7 +181,7 @@ def test_the_time_limit_saves_and_resumes(cluster, tmp_path):
 
 
 def test_a_task_that_does_not_exit_is_killed_after_its_grace_period(cluster, tmp_path):
-    run = Run(tmp_path, tmp_path, 1000, 1, 3, "deaf", grace_s=20, job={"silence_s": 0})
+    run = Run(tmp_path, tmp_path, 1000, 1, 3, "deaf", grace_period_s=20, job={"heartbeat_timeout_s": 0})
     run.until(lambda: run.task(1).count("now") == 1)
     subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
     run.until(lambda: "requeued" in run.log())

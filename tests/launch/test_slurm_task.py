@@ -32,7 +32,7 @@ def start(tmp_path, script, *arguments, grace=30, silence=30):
     program = (
         "import sys; from pathlib import Path; from tfgpu.launch.slurm.task import run; "
         f"sys.exit(run([sys.executable, *sys.argv[1:]], Path({str(tmp_path / 'record')!r}), "
-        f"grace_s={grace}, silence_s={silence}))"
+        f"grace_period_s={grace}, heartbeat_timeout_s={silence}))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "script.py"), *arguments]
     # A process group of its own, which gets the signals as Slurm sends them: every process of it.

@@ -57,7 +57,7 @@ TRAINING = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 def train(folder: Path, fault: str = "none", **job) -> Run:
     """Submits a training of two tasks."""
     folder.mkdir(exist_ok=True)
-    job = {"silence_s": 120.0, **job}
+    job = {"heartbeat_timeout_s": 120.0, **job}
     return Run(folder, folder, fault, script=TRAIN, light=False, environment=TRAINING, job=job)
 
 

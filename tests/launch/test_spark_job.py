@@ -89,7 +89,7 @@ def test_a_worker_that_is_asked_to_stop_saves_and_the_next_start_resumes(local, 
         if report["start"] == 0 and report.get("epoch") == 0:
             os.kill(next(report["process"] for report in seen if "process" in report), signal.SIGTERM)
 
-    check(run(local, tmp_path, 3, None, 0.3, grace_s=60, on_progress=ask))
+    check(run(local, tmp_path, 3, None, 0.3, grace_period_s=60, on_progress=ask))
     assert [(report["start"], report["attempt"]) for report in seen if "engine" in report] == [(0, "1"), (1, "2")]
     assert [report["epoch"] for report in seen if "epoch" in report] == [0, 1, 2]
     check_nothing_is_left()
@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_nothing_behind(local, tmp_path):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run(local, tmp_path, 1000, grace_s=2, on_progress=interrupt)
+        run(local, tmp_path, 1000, grace_period_s=2, on_progress=interrupt)
     check_nothing_is_left()
     assert frame(local).count() == ROWS
 

@@ -164,7 +164,7 @@ def test_the_settings_make_a_schedule(schedule, epochs):
     [
         ({"lowest": 0}, "`lowest` must be a whole number from 1. Received: 0."),
         ({"highest": 2.5}, "`highest` must be a whole number from 1. Received: 2.5."),
-        ({"rounds": True}, "`rounds` must be a whole number"),
+        ({"repeats": True}, "`repeats` must be a whole number"),
         ({"lowest": 64, "highest": 32}, "`lowest` must be at most `highest`. Received: 64 and 32."),
         ({"timeout_s": 0}, "`timeout_s` must be above 0. Received: 0."),
         ({"timeout_s": math.nan}, "`timeout_s` must be above 0. Received: nan."),
@@ -194,7 +194,7 @@ def test_foreign_files_and_clusters_are_refused(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_batches_are_tried():
     told = []
-    found = tune.batch_size(SMALL, lowest=512, highest=1000, rounds=2, on_try=told.append)
+    found = tune.batch_size(SMALL, lowest=512, highest=1000, repeats=2, on_try=told.append)
     assert tuple(told) == found.tries and [one.batch for one in found.tries] == [512, 1000]
     assert found.largest == 1000 and found.fastest in (512, 1000)
     assert found.examples == 1258 and found.replicas == 1 and found.device
@@ -208,13 +208,13 @@ def test_two_batches_are_tried():
 
 
 def child(what=SMALL, **changes):
-    settings = {"timeout_s": 300.0, "memory_bytes": None, "rounds": 1, "scale": "auto", **changes}
+    settings = {"timeout_s": 300.0, "memory_bytes": None, "repeats": 1, "scale": "auto", **changes}
     return _Child(what, settings.pop("log"), **settings)
 
 
 @pytest.mark.slow
 def test_a_batch_is_tried(tmp_path):
-    tried = child(log=tmp_path / "log", rounds=3).attempt(512, 1258)
+    tried = child(log=tmp_path / "log", repeats=3).attempt(512, 1258)
     assert tried.fits and tried.batch == 512 and not tried.reason
     assert 0 < tried.spread[0] <= tried.examples_per_s <= tried.spread[1]
     assert tried.step_s == pytest.approx(512 / tried.examples_per_s)
@@ -306,7 +306,7 @@ def test_a_busy_machine_and_a_refused_recipe_are_noted():
 @pytest.mark.slow
 def test_a_real_limit_of_memory_bounds_the_batch(tmp_path):
     found = tune.batch_size(
-        LARGE, lowest=64, highest=1024, granularity=1024, rounds=1, memory_limit_bytes=2_400_000_000
+        LARGE, lowest=64, highest=1024, granularity=1024, repeats=1, memory_limit_bytes=2_400_000_000
     )
     assert found.tries[0].fits and not found.tries[-1].fits and found.largest == found.tries[-1].batch // 2
     assert found.tries[-1].reason and found.examples is None
@@ -323,7 +323,7 @@ def test_a_try_that_is_killed_ends_no_search():
         told.append(one)
 
     told = []
-    found = tune.batch_size(SMALL, lowest=256, highest=1024, granularity=256, rounds=1, on_try=after)
+    found = tune.batch_size(SMALL, lowest=256, highest=1024, granularity=256, repeats=1, on_try=after)
     assert [(one.batch, one.fits) for one in found.tries] == [(256, True), (512, False)]
     assert "SIGKILL" in found.tries[1].reason and found.largest == found.fastest == 256
 
@@ -331,7 +331,7 @@ def test_a_try_that_is_killed_ends_no_search():
 @pytest.mark.slow
 def test_batches_are_multiples_of_the_replicas():
     what = recipes.make({**SMALL.model_dump(), "strategy": "mirrored", "virtual_devices": 2, "accumulate": 2})
-    found = tune.batch_size(what, lowest=9, highest=25, rounds=1)
+    found = tune.batch_size(what, lowest=9, highest=25, repeats=1)
     assert found.replicas == 2 and [one.batch for one in found.tries] == [10, 20, 24] and found.largest == 24
     with pytest.raises(InputError, match="`granularity` must be a multiple of the replicas.*Use 4"):
         tune.batch_size(what, granularity=3)

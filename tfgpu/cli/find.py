@@ -97,7 +97,7 @@ def find_batch_size(
             found = finder.batch_size(
                 recipe,
                 **how,
-                rounds=repeats,
+                repeats=repeats,
                 memory_limit_bytes=limit,
                 timeout_s=timeout,
                 on_try=lambda one: status.update(f"a batch of {one.batch:,} {'fits' if one.fits else 'does not fit'}"),

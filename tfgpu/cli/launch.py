@@ -169,14 +169,14 @@ def _job(options: Options) -> Job:
         gpus_per_worker=options.gpus_per_worker,
         max_restarts=options.max_restarts,
         startup_timeout_s=options.startup_timeout,
-        silence_s=options.heartbeat_timeout,
+        heartbeat_timeout_s=options.heartbeat_timeout,
         logs=options.logs or default_folder(options.script) if has_logs else None,
         environment=_variables(options.env or ()),
     )
 
 
 def _launch(job: Job, options: Options) -> int:
-    grace_s = GRACE_S if options.grace_period is None else options.grace_period
+    grace_period_s = GRACE_S if options.grace_period is None else options.grace_period
     if options.slurm:
         from tfgpu.launch.slurm.allocation import Allocation
         from tfgpu.launch.slurm.submission import launch
@@ -188,10 +188,10 @@ def _launch(job: Job, options: Options) -> int:
         from tfgpu.launch.ssh import launch
 
         remote = dict(python=options.python, directory=options.directory, ssh=options.ssh or "ssh")
-        return launch(job, hosts, **remote, grace_s=grace_s)
+        return launch(job, hosts, **remote, grace_period_s=grace_period_s)
     from tfgpu.launch.local import launch
 
-    return launch(job, grace_s=grace_s)
+    return launch(job, grace_period_s=grace_period_s)
 
 
 def _batch_grace_s(options: Options) -> int:
@@ -235,7 +235,9 @@ def _manifests(job: Job, options: Options) -> str:
         if field in given:
             given[field] = dict(_pair(text) for text in given[field])
     source = None if in_image else path.read_text()
-    return render(job, Kubernetes(kind=options.kubernetes, source=source, grace_s=_batch_grace_s(options), **given))
+    return render(
+        job, Kubernetes(kind=options.kubernetes, source=source, grace_period_s=_batch_grace_s(options), **given)
+    )
 
 
 def _pair(text: str) -> tuple[str, str]:

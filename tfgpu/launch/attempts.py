@@ -30,7 +30,7 @@ def run(
     nodes: Sequence[str],
     *,
     runner: Sequence[str],
-    grace_s: float,
+    grace_period_s: float,
     environ: Mapping[str, str],
     directory: str | None = None,
 ) -> int:
@@ -41,7 +41,7 @@ def run(
         connect: starts a supervisor on each node.
         nodes: their names; `""` is this machine.
         runner: the command before the script.
-        grace_s: seconds that processes get to save after a request to stop that no failure caused.
+        grace_period_s: seconds that processes get to save after a request to stop that no failure caused.
         environ: the user's own environment variables.
         directory: working directory of the processes; None: this process's.
 
@@ -59,7 +59,7 @@ def run(
 
     try:
         with Signals() as signals:
-            terminal = Terminal(job, members, connect, specs, screen, signals, grace_s)
+            terminal = Terminal(job, members, connect, specs, screen, signals, grace_period_s)
             _introduce(screen, job, members, nodes)
             return terminal.exit_code(supervise(terminal, terminal.restarts))
     except BrokenPipeError:  # The reader of our output has closed the pipe, as `| head` does.
@@ -80,7 +80,7 @@ class Terminal:
         specs: makes the process specs of an attempt.
         screen: where output goes.
         signals: Ctrl-C and the like.
-        grace_s: seconds that processes get to save after a request to stop that no failure caused.
+        grace_period_s: seconds that processes get to save after a request to stop that no failure caused.
         attempt: the number of the last attempt.
     """
 
@@ -90,7 +90,7 @@ class Terminal:
     specs: Callable[[int], ProcessSpecs]
     screen: Screen
     signals: Signals
-    grace_s: float
+    grace_period_s: float
     attempt: int = 0
 
     def __post_init__(self) -> None:
@@ -101,7 +101,11 @@ class Terminal:
         self.attempt = attempt
         self.screen.begin(attempt)
         links, specs = self.connect(), self.specs(attempt)
-        limits = {"grace_s": self.grace_s, "silence_s": self.job.silence_s, "answer_s": ANSWER_S}
+        limits = {
+            "grace_period_s": self.grace_period_s,
+            "heartbeat_timeout_s": self.job.heartbeat_timeout_s,
+            "answer_s": ANSWER_S,
+        }
         try:
             return Group(self.members, links, specs, self.screen, self.signals, self.restarts, **limits).run()
         finally:

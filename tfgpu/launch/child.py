@@ -22,7 +22,7 @@ class Child:
         environment: variables besides this process's own.
         heart: the heartbeat file, which TFGPU_HEARTBEAT names.
         directory: its working directory; None: this process's.
-        silence_s: the heartbeat timeout in seconds; 0: none.
+        heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
         reports: whether it gets a pipe for its reports.
         is_captured: whether its output goes through pipes, and it runs in a session of its own. Otherwise it shares
             this process's streams and session, as Slurm needs.
@@ -40,13 +40,13 @@ class Child:
         environment: dict[str, str],
         heart: Path,
         directory: str | None = None,
-        silence_s: float = 0.0,
+        heartbeat_timeout_s: float = 0.0,
         reports: bool = False,
         is_captured: bool = True,
     ):
         self.id, self.code = id, None
         self.streams: dict[int, int] = {}
-        self.watch = heartbeat.Watch(heart, silence_s)
+        self.watch = heartbeat.Watch(heart, heartbeat_timeout_s)
         self._command, self._directory = command, directory
         self._environment = {**environment, heartbeat.HEARTBEAT: str(heart)}
         self._reports, self._is_captured = reports, is_captured

@@ -63,8 +63,8 @@ class Group:
         screen: where output goes.
         signals: Ctrl-C and the like.
         restarts: the restart policy, for members that are restarted alone.
-        grace_s: seconds that processes get to save after a request to stop that no failure caused.
-        silence_s: the heartbeat timeout in seconds; 0: none.
+        grace_period_s: seconds that processes get to save after a request to stop that no failure caused.
+        heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
         answer_s: seconds for the nodes to answer.
     """
 
@@ -77,13 +77,13 @@ class Group:
         signals: Signals,
         restarts: Restarts,
         *,
-        grace_s: float,
-        silence_s: float,
+        grace_period_s: float,
+        heartbeat_timeout_s: float,
         answer_s: float = math.inf,
     ):
         self._members, self._links, self._process_specs = members, links, process_specs
         self._screen, self._signals, self._restarts = screen, signals, restarts
-        self._grace_s, self._silence_s, self._answer_s = grace_s, silence_s, answer_s
+        self._grace_s, self._silence_s, self._answer_s = grace_period_s, heartbeat_timeout_s, answer_s
         self._selector = selectors.DefaultSelector()
         self._codes: dict[int, int] = {}
         self._specs: Sequence[dict[str, Any]] = ()
@@ -196,7 +196,7 @@ class Group:
 
     def _task(self, id: int) -> dict[str, Any]:
         self._started_at[id] = time.monotonic()
-        return {"id": id, "silence_s": self._silence_s, **self._specs[id]}
+        return {"id": id, "heartbeat_timeout_s": self._silence_s, **self._specs[id]}
 
     def _judge(self) -> None:
         """Decides whether to stop the group."""
@@ -288,10 +288,10 @@ class Group:
             self._guilty = next((id for id, member in enumerate(self._members) if member.node == node), None)
             self._end(self._grace_s if self._code == PREEMPTED else FAILURE_GRACE_S)
 
-    def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
-        self._give_up_at = time.monotonic() + grace_s + UNKILLABLE_S
+    def _end(self, grace_period_s: float, number: int = signal.SIGTERM) -> None:
+        self._give_up_at = time.monotonic() + grace_period_s + UNKILLABLE_S
         for link in self._links:
-            link.send("end", grace_s=grace_s, number=number)
+            link.send("end", grace_period_s=grace_period_s, number=number)
 
     def _check_timeouts(self) -> None:
         now = time.monotonic()

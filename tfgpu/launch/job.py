@@ -19,7 +19,7 @@ class Job:
         gpus_per_worker: GPUs of each worker; None divides the machine's GPUs among them.
         max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: rendezvous timeout in seconds, after which a missing process is named.
-        silence_s: heartbeat timeout in seconds; 0: none.
+        heartbeat_timeout_s: heartbeat timeout in seconds; 0: none.
         logs: folder for one log file per process; None writes none.
         environment: additional environment variables of every process.
 
@@ -35,7 +35,7 @@ class Job:
     gpus_per_worker: int | None = None
     max_restarts: int = 0
     startup_timeout_s: float = 60.0
-    silence_s: float = 60.0
+    heartbeat_timeout_s: float = 60.0
     logs: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -46,5 +46,7 @@ class Job:
         if size is not None:
             whole_number("gpus_per_worker", size, minimum=0)
         positive("startup_timeout_s", self.startup_timeout_s)
-        if not is_number(self.silence_s) or not self.silence_s >= 0:
-            raise InputError(f"`silence_s` must be 0 (never) or more. Received: {self.silence_s!r}.")
+        if not is_number(self.heartbeat_timeout_s) or not self.heartbeat_timeout_s >= 0:
+            raise InputError(
+                f"`heartbeat_timeout_s` must be 0 (never) or more. Received: {self.heartbeat_timeout_s!r}."
+            )

@@ -21,12 +21,12 @@ OURS = {
 SUPERVISOR = (sys.executable, "-m", "tfgpu.launch.remote")
 
 
-def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str] = attempts.RUNNER) -> int:
+def launch(job: Job, *, grace_period_s: float = attempts.GRACE_S, runner: Sequence[str] = attempts.RUNNER) -> int:
     """Runs a job's processes on this machine until all have ended.
 
     Args:
         job: what to run.
-        grace_s: seconds that processes get to save after a request to stop that no failure caused.
+        grace_period_s: seconds that processes get to save after a request to stop that no failure caused.
         runner: the command before the script; the default repairs Keras before it runs the script.
 
     Returns:
@@ -47,7 +47,7 @@ def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str]
         lambda: [Link("", SUPERVISOR)],
         [""],
         runner=runner,
-        grace_s=grace_s,
+        grace_period_s=grace_period_s,
         environ=dict(os.environ),
     )
 

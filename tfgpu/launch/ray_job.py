@@ -31,8 +31,8 @@ def ray_job(
     placement: str = "SPREAD",
     max_restarts: int = 0,
     startup_timeout_s: float = 60.0,
-    silence_s: float = 60.0,
-    grace_s: float = 10.0,
+    heartbeat_timeout_s: float = 60.0,
+    grace_period_s: float = 10.0,
     logs: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
@@ -54,8 +54,8 @@ def ray_job(
         placement: `"SPREAD"` over the machines, `"PACK"` onto few, or one of these with `"STRICT_"` before it.
         max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: seconds to wait for the resources, for the actors, and for workers to find each other.
-        silence_s: the heartbeat timeout in seconds; 0: none.
-        grace_s: seconds that workers get to save after a request to stop that no failure caused.
+        heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
+        grace_period_s: seconds that workers get to save after a request to stop that no failure caused.
         logs: folder for a log file of each worker, on its machine; the output also goes to Ray's logs.
         environment: environment variables of every worker.
         runtime_env: Ray's runtime environment of the actors, such as `{"working_dir": "."}`.
@@ -84,8 +84,8 @@ def ray_job(
         gpus_per_worker=gpus_per_worker,
         max_restarts=max_restarts,
         startup_timeout_s=startup_timeout_s,
-        silence_s=silence_s,
-        grace_s=grace_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        grace_period_s=grace_period_s,
         logs=logs,
         environment=environment,
     )

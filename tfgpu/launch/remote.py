@@ -45,12 +45,12 @@ class Node:
         incoming: file descriptor for messages from the launcher.
         outgoing: file descriptor for messages to the launcher.
         folders: directories to remove at the end; the first holds the heartbeat files.
-        grace_s: seconds that processes get to save and exit when the launcher is gone.
+        grace_period_s: seconds that processes get to save and exit when the launcher is gone.
     """
 
-    def __init__(self, incoming: int, outgoing: int, folders: Sequence[str], *, grace_s: float = LOST_GRACE_S):
+    def __init__(self, incoming: int, outgoing: int, folders: Sequence[str], *, grace_period_s: float = LOST_GRACE_S):
         self._incoming, self._outgoing, self._folders = incoming, outgoing, folders
-        self._grace_s = grace_s
+        self._grace_s = grace_period_s
         self._children: dict[int, Child] = {}
         self._late: set[int] = set()  # Processes whose heartbeat timeout has been reported.
         self._reader = frames.Reader(marked=False)
@@ -161,12 +161,12 @@ class Node:
             for stream in child.streams:
                 self._follow(child, stream)
 
-    def _do_end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
-        """Asks all processes to stop, once; kills what still runs after `grace_s` seconds."""
+    def _do_end(self, grace_period_s: float, number: int = signal.SIGTERM) -> None:
+        """Asks all processes to stop, once; kills what still runs after `grace_period_s` seconds."""
         first = self._kill_at is None
-        at = time.monotonic() + grace_s
+        at = time.monotonic() + grace_period_s
         self._kill_at = at if first else min(self._kill_at, at)
-        if first and grace_s > 0:
+        if first and grace_period_s > 0:
             for child in self._children.values():
                 child.send(number)
                 child.send(signal.SIGCONT)  # A suspended process could not handle the signal.
@@ -291,7 +291,7 @@ def main(words: Sequence[str] | None = None) -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # Stray prints must not mix with the messages.
-    node = Node(incoming, outgoing, folders, grace_s=given.grace_period)
+    node = Node(incoming, outgoing, folders, grace_period_s=given.grace_period)
     processes.die_with_parent(signal.SIGTERM, guard)
     node.run()
     return 0

@@ -38,7 +38,7 @@ def launch(
     python: str | None = None,
     directory: str | None = None,
     ssh: str = "ssh",
-    grace_s: float = attempts.GRACE_S,
+    grace_period_s: float = attempts.GRACE_S,
     runner: Sequence[str] = ("-m", "tfgpu.run"),
 ) -> int:
     """Runs a job's processes on several machines until all have ended.
@@ -51,7 +51,7 @@ def launch(
         python: the interpreter on the nodes; None: the same path as here.
         directory: where the script runs on the nodes; None: the same path as here.
         ssh: the command, with options, such as `"ssh -i key"`.
-        grace_s: seconds that processes get to save after a request to stop that no failure caused.
+        grace_period_s: seconds that processes get to save after a request to stop that no failure caused.
         runner: the interpreter's arguments before the script.
 
     Returns:
@@ -70,7 +70,7 @@ def launch(
         lambda: [Link(node, command(ssh, node, python, directory, os.environ), pings=True) for node in nodes],
         nodes,
         runner=[python, *runner],
-        grace_s=grace_s,
+        grace_period_s=grace_period_s,
         environ=carried,
         directory=directory,
     )

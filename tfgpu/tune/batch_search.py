@@ -74,7 +74,7 @@ def batch_size(
     granularity: int | None = None,
     largest: bool = True,
     scale: str = "auto",
-    rounds: int = 5,
+    repeats: int = 5,
     memory_limit_bytes: int | None = None,
     timeout_s: float = 600.0,
     allow_code: bool = False,
@@ -101,7 +101,7 @@ def batch_size(
             5 %, or when a batch does not fit.
         scale: how the learning rate scales with the batch: "linear", "sqrt", "none", or "auto": linear for sgd,
             momentum and lars, else the square root (see `settings` in docs/guides/tuning.md).
-        rounds: measurements of each batch, of half a second or one update each; the median counts.
+        repeats: measurements of each batch, of half a second or one update each; the median counts.
         memory_limit_bytes: memory limit of each GPU; without GPUs, of the data segment of a try's process (RLIMIT_DATA,
             of which TensorFlow itself needs about 0.8 GB). None sets no limit.
         timeout_s: time limit of a try in seconds.
@@ -121,7 +121,7 @@ def batch_size(
         >>> found.fastest, found.largest, found.settings         # doctest: +SKIP
         (256, 1024, {'global_batch': 256, 'learning_rate': 0.00849, 'warmup_epochs': 5.0})
     """
-    numbers = {"lowest": lowest, "highest": highest, "granularity": granularity, "rounds": rounds}
+    numbers = {"lowest": lowest, "highest": highest, "granularity": granularity, "repeats": repeats}
     _check(numbers | {"memory_limit_bytes": memory_limit_bytes}, timeout_s)
     scaling.check_scale(scale)
     if "TF_CONFIG" in os.environ:
@@ -129,7 +129,7 @@ def batch_size(
     base = recipe_of(recipe, allow_code) or Recipe()
     recipes.check(base, needs_data=False)
     with tempfile.TemporaryDirectory(prefix="tfgpu-batches-") as folder:
-        child = _Child(base, Path(folder) / "log", timeout_s, memory_limit_bytes, rounds, scale)
+        child = _Child(base, Path(folder) / "log", timeout_s, memory_limit_bytes, repeats, scale)
         about = child.about()
         bounds = _bounds(base, about, lowest, highest, granularity)
         tries: list[BatchTry] = []
@@ -143,9 +143,9 @@ def batch_size(
 class _Child:
     """Runs the processes of a search, one at a time."""
 
-    def __init__(self, base: Recipe, log: Path, timeout_s: float, memory_bytes: int | None, rounds: int, scale: str):
+    def __init__(self, base: Recipe, log: Path, timeout_s: float, memory_bytes: int | None, repeats: int, scale: str):
         self._base, self._log, self._timeout_s = base, log, timeout_s
-        self._memory_bytes, self._rounds, self._scale = memory_bytes, rounds, scale
+        self._memory_bytes, self._repeats, self._scale = memory_bytes, repeats, scale
         self.refused: dict[int, str] = {}
 
     def about(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class _Child:
                 "recipe": what,
                 "settings": scaling.settings(self._base, batch, scale=self._scale),
                 "examples": examples,
-                "rounds": self._rounds,
+                "repeats": self._repeats,
                 "memory_limit_bytes": self._memory_bytes,
             }
         )

@@ -30,7 +30,7 @@ def run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
         return {"end": "complete", **about(what)}
     if task["memory_limit_bytes"] is not None:
         limit(task["memory_limit_bytes"])
-    measured = measure(what, task["rounds"])
+    measured = measure(what, task["repeats"])
     more = recipes.make({**task["recipe"], **task["settings"]})
     return {"end": "complete", **measured, "refused": _refused(more, task["examples"])}
 
@@ -80,12 +80,12 @@ def limit(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
 
 
-def measure(what: Recipe, rounds: int) -> dict[str, Any]:
+def measure(what: Recipe, repeats: int) -> dict[str, Any]:
     """Trains a recipe's model repeatedly on one batch.
 
     Args:
         what: the recipe, with the batch to try.
-        rounds: the number of measurements, of half a second or one update each.
+        repeats: the number of measurements, of half a second or one update each.
 
     Returns:
         The median and range of examples per second, and the memory peaks.
@@ -113,7 +113,7 @@ def measure(what: Recipe, rounds: int) -> dict[str, Any]:
             updates = math.ceil(steps / what.accumulate * _ROUND_S / seconds)
             steps = min(updates, _MOST_UPDATES) * what.accumulate
             seconds = _train(job, batch, steps, 1)[0]
-        times = _train(job, batch, steps, rounds + 1)[1:]
+        times = _train(job, batch, steps, repeats + 1)[1:]
         rates = [steps * what.global_batch / seconds for seconds in times]
         return {
             "examples_per_s": statistics.median(rates),

@@ -86,16 +86,16 @@ class TrialProcess:
         except OSError:  # It has ended; `news` reports how.
             pass
 
-    def stop(self, grace_s: float = 0.0) -> None:
+    def stop(self, grace_period_s: float = 0.0) -> None:
         """Ends the process, and waits for its end.
 
         Args:
-            grace_s: seconds to save after SIGTERM.
+            grace_period_s: seconds to save after SIGTERM.
         """
-        if grace_s and self._process.poll() is None:
+        if grace_period_s and self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(grace_s)
+                self._process.wait(grace_period_s)
             except subprocess.TimeoutExpired:
                 pass
         # Kills the whole session, including the trial's child processes.
@@ -212,9 +212,9 @@ class _Remote:
     def answer(self, prune: bool) -> None:
         self._actor.answer.remote(prune)
 
-    def stop(self, grace_s: float = 0.0) -> None:
+    def stop(self, grace_period_s: float = 0.0) -> None:
         try:
-            self._ray.wait([self._actor.stop.remote(grace_s)], timeout=grace_s + _STOP_S)
+            self._ray.wait([self._actor.stop.remote(grace_period_s)], timeout=grace_period_s + _STOP_S)
         finally:
             self._ray.kill(self._actor)
 

@@ -35,7 +35,7 @@ def work_of(
     train: Callable | str | Path,
     arguments: Sequence,
     *,
-    grace_s: float,
+    grace_period_s: float,
     logs: str | Path | None,
     environment: Mapping[str, str] | None,
     **settings: Any,
@@ -45,21 +45,21 @@ def work_of(
     Args:
         train: a function, or the path of a script.
         arguments, logs, environment, settings: as in `Job`.
-        grace_s: seconds that workers get to save after a request to stop that no failure caused.
+        grace_period_s: seconds that workers get to save after a request to stop that no failure caused.
 
     Raises:
         InputError: a setting is out of range, or a function cannot be pickled.
     """
-    if not is_number(grace_s) or not grace_s >= 0:
-        raise InputError(f"`grace_s` must be at least 0 seconds. Received: {grace_s!r}.")
+    if not is_number(grace_period_s) or not grace_period_s >= 0:
+        raise InputError(f"`grace_period_s` must be at least 0 seconds. Received: {grace_period_s!r}.")
     settings |= {"logs": None if logs is None else Path(logs).absolute(), "environment": dict(environment or {})}
     if callable(train):
         name = f"{getattr(train, '__name__', 'function')}()"
-        return Work(Job(name, **settings), pickled.pack(train, arguments), search_paths(), grace_s)
+        return Work(Job(name, **settings), pickled.pack(train, arguments), search_paths(), grace_period_s)
     if not isinstance(train, (str, os.PathLike)):
         raise InputError(f"`train` must be a function, or the path of a script. Received: {train!r}.")
     script = os.path.abspath(train) if os.path.exists(train) else str(train)
-    return Work(Job(script, tuple(map(str, arguments)), **settings), None, search_paths(), grace_s)
+    return Work(Job(script, tuple(map(str, arguments)), **settings), None, search_paths(), grace_period_s)
 
 
 def run_until_done(work: Work, connect: Connect, on_progress: Progress | None) -> object:
@@ -160,7 +160,7 @@ class Program:
         specs = specs_for(job, self._tasks, attempt, self._command, environ={}, is_engine=True)
         # Without `with`, no signal is handled: Ctrl-C stays a KeyboardInterrupt of the program.
         with self._connect(attempt) as links, contextlib.closing(Signals()) as signals:
-            limits = {"grace_s": self._work.grace_s, "silence_s": job.silence_s}
+            limits = {"grace_period_s": self._work.grace_period_s, "heartbeat_timeout_s": job.heartbeat_timeout_s}
             group = Group(members, links, specs, self._transcript, signals, self.restarts, **limits)
             try:
                 return group.run()

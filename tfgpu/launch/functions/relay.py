@@ -35,13 +35,13 @@ class Work:
         job: the launch.
         call: the pickled function and its arguments, or None where `job.script` is a file.
         paths: the launching program's module search path, which may exist on the worker's machine too.
-        grace_s: seconds that workers get to save after a request to stop that no failure caused.
+        grace_period_s: seconds that workers get to save after a request to stop that no failure caused.
     """
 
     job: Job
     call: bytes | None = field(default=None, repr=False)
     paths: tuple[str, ...] = ()
-    grace_s: float = 10.0
+    grace_period_s: float = 10.0
 
 
 def search_paths() -> tuple[str, ...]:

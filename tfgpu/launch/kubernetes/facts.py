@@ -32,7 +32,7 @@ class Kubernetes:
         cpu: cores that each pod requests.
         memory: limit of each pod, which is killed above it.
         shared_memory: limit of `/dev/shm`, which NCCL and data workers use; counts against `memory`.
-        grace_s: seconds between SIGTERM and SIGKILL, for saving a checkpoint.
+        grace_period_s: seconds between SIGTERM and SIGKILL, for saving a checkpoint.
         scheduling_s: seconds by which pods may start apart, while a node is added or an image pulled; added to the
             job's startup timeout.
         port: TCP port on which the workers communicate.
@@ -57,7 +57,7 @@ class Kubernetes:
     cpu: str = "4"
     memory: str = "16Gi"
     shared_memory: str = "2Gi"
-    grace_s: int = 60
+    grace_period_s: int = 60
     scheduling_s: int = 600
     port: int = 2222
     user: int = 10001
@@ -91,7 +91,7 @@ class Kubernetes:
             if value is not None and not _BYTES.fullmatch(value):
                 raise InputError(f"`{name}` must have a unit, such as '16Gi' or '500M'. Received: {value!r}.")
         for name, least, most in (
-            ("grace_s", 1, 86_400),
+            ("grace_period_s", 1, 86_400),
             ("scheduling_s", 0, 86_400),
             ("port", 1024, 65_535),
             ("user", 1, 2**31 - 1),

@@ -47,7 +47,7 @@ def template(
         # A Service called "tfgpu" would set TFGPU_PORT.
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": facts.grace_s,
+        "terminationGracePeriodSeconds": facts.grace_period_s,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": facts.user,
@@ -121,7 +121,7 @@ def _container(job: Job, facts: Kubernetes, name: str, environment: dict[str, st
         "ports": [{"name": PORT, "containerPort": facts.port, "protocol": "TCP"}],
         # No CPU limit: TensorFlow starts as many threads as the node has cores, and would be throttled in each period.
         "resources": {"requests": {"cpu": facts.cpu, **limits}, "limits": limits},
-        **({"livenessProbe": _probe(job)} if job.silence_s else {}),
+        **({"livenessProbe": _probe(job)} if job.heartbeat_timeout_s else {}),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,
     }
@@ -154,10 +154,10 @@ def _variable(name: str, value: str, facts: Kubernetes) -> dict:
 
 
 def _probe(job: Job) -> dict:
-    silence_s = math.ceil(job.silence_s)
+    heartbeat_timeout_s = math.ceil(job.heartbeat_timeout_s)
     return {
-        "exec": {"command": ["python", "-c", PROBE, HEARTBEAT, str(silence_s)]},
-        "initialDelaySeconds": silence_s,
+        "exec": {"command": ["python", "-c", PROBE, HEARTBEAT, str(heartbeat_timeout_s)]},
+        "initialDelaySeconds": heartbeat_timeout_s,
         "periodSeconds": PROBE_EVERY_S,
         "timeoutSeconds": PROBE_EVERY_S,
         "failureThreshold": PROBE_FAILURES,

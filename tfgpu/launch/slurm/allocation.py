@@ -37,7 +37,7 @@ class Allocation:
             takes the partition's.
         partition: one or several, separated by commas; None takes the default.
         account: the account to charge; None takes the user's default.
-        grace_s: whole seconds for the tasks to save before the time limit, or after a request to stop. Slurm may
+        grace_period_s: whole seconds for the tasks to save before the time limit, or after a request to stop. Slurm may
             send its signal a minute early, so `time` must be longer by more than that.
         options: further options of sbatch in their long form, such as `"--qos=high"` or `"--cpus-per-task=8"`.
 
@@ -54,11 +54,11 @@ class Allocation:
     time: str | None = None
     partition: str | None = None
     account: str | None = None
-    grace_s: int = 60
+    grace_period_s: int = 60
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "grace_s"):
+        for name in ("nodes", "grace_period_s"):
             whole_number(name, getattr(self, name), maximum=65535)
         for name in ("partition", "account"):
             value = getattr(self, name)

@@ -86,8 +86,8 @@ class Allocated:
         command: the script and its arguments.
         folder: parent of this job's folder for the tasks' logs and records; shared by all nodes.
         max_restarts: restarts after failures.
-        grace_s: seconds that a task gets to save after a request to stop.
-        silence_s: the heartbeat timeout in seconds; 0: none.
+        grace_period_s: seconds that a task gets to save after a request to stop.
+        heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Allocated:
         folder: Path,
         *,
         max_restarts: int = 0,
-        grace_s: float = 60.0,
-        silence_s: float = 60.0,
+        grace_period_s: float = 60.0,
+        heartbeat_timeout_s: float = 60.0,
     ):
         self.command = list(command)
-        self.grace_s = grace_s
-        self.silence_s = silence_s
+        self.grace_period_s = grace_period_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self.restarts = Restarts(most=max_restarts)
         self.tasks = int(os.environ["SLURM_NTASKS"])
         self.has_servers = os.environ.get("TFGPU_PARAMETER_SERVERS", "0") not in ("", "0")
@@ -164,7 +164,11 @@ class Allocated:
     def _run_step(self, records: Path, attempt: int) -> int:
         logs = str(self.folder).replace("%", "%%")
         program = [sys.executable, "-m", "tfgpu.launch.slurm.task", f"--records={records}"]
-        program += [f"--grace-period={self.grace_s:g}", f"--heartbeat-timeout={self.silence_s:g}", *self.command]
+        program += [
+            f"--grace-period={self.grace_period_s:g}",
+            f"--heartbeat-timeout={self.heartbeat_timeout_s:g}",
+            *self.command,
+        ]
         options = [f"--ntasks={self.tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
         # Seconds that the other tasks get after the first one has ended; 0: no limit.
         options += [f"--wait={SERVERS_END_S if self.has_servers else 0}", "--unbuffered"]
@@ -278,8 +282,8 @@ def main(words: Sequence[str] | None = None) -> int:
         given.command,
         given.logs,
         max_restarts=given.max_restarts,
-        grace_s=given.grace_period,
-        silence_s=given.heartbeat_timeout,
+        grace_period_s=given.grace_period,
+        heartbeat_timeout_s=given.heartbeat_timeout,
     )
     return engine.supervise()
 

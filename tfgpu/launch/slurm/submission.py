@@ -115,8 +115,8 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     program = [sys.executable, "-m", "tfgpu.launch.slurm.batch_job", f"--logs={logs}"]
     options = [
         f"--max-restarts={job.max_restarts}",
-        f"--grace-period={allocation.grace_s}",
-        f"--heartbeat-timeout={job.silence_s:g}",
+        f"--grace-period={allocation.grace_period_s}",
+        f"--heartbeat-timeout={job.heartbeat_timeout_s:g}",
     ]
     lines += ["", "# Starts the tasks with srun, and restarts them after a failure or preemption."]
     lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]
@@ -221,7 +221,7 @@ def _options(job: Job, allocation: Allocation, logs: Path) -> list[str]:
         raise InputError(f"Slurm's log folder must not contain a backslash. Received: {str(logs)!r}. Rename it.")
     log = str(logs).replace("%", "%%")
     options += [f"--chdir={Path.cwd()}", f"--output={log}/job-%j.log", "--open-mode=append"]
-    options += ["--requeue", f"--signal=TERM@{allocation.grace_s}"]
+    options += ["--requeue", f"--signal=TERM@{allocation.grace_period_s}"]
     return options + list(allocation.options)
 
 

@@ -40,14 +40,14 @@ class Record:
     asked: float | None = None
 
 
-def run(command: Sequence[str], record: Path, *, grace_s: float, silence_s: float) -> int:
+def run(command: Sequence[str], record: Path, *, grace_period_s: float, heartbeat_timeout_s: float) -> int:
     """Runs a command until it ends, and writes its record.
 
     Args:
         command: the program and its arguments.
         record: the file to write.
-        grace_s: seconds after SIGTERM until the process is killed.
-        silence_s: the heartbeat timeout in seconds; 0: none.
+        grace_period_s: seconds after SIGTERM until the process is killed.
+        heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
 
     Returns:
         The command's exit code, or 0 if the task received SIGTERM.
@@ -55,9 +55,11 @@ def run(command: Sequence[str], record: Path, *, grace_s: float, silence_s: floa
     asked: list[tuple[float, float]] = []  # in wall-clock time, which nodes share, and monotonic time
     signal.signal(signal.SIGTERM, lambda *_: asked.append((time.time(), time.monotonic())))
     with tempfile.TemporaryDirectory(prefix="tfgpu-") as folder:
-        child = Child(0, list(command), {}, Path(folder) / "heartbeat", silence_s=silence_s, is_captured=False)
+        child = Child(
+            0, list(command), {}, Path(folder) / "heartbeat", heartbeat_timeout_s=heartbeat_timeout_s, is_captured=False
+        )
         child.start()
-        code = _supervise(child, asked, grace_s)
+        code = _supervise(child, asked, grace_period_s)
     _write(record, Record(code, time.time(), asked[0][0] if asked else None))
     return 0 if asked else code
 
@@ -70,12 +72,12 @@ def read(record: Path) -> Record | None:
         return None
 
 
-def _supervise(child: Child, asked: Sequence[tuple[float, float]], grace_s: float) -> int:
+def _supervise(child: Child, asked: Sequence[tuple[float, float]], grace_period_s: float) -> int:
     """Returns a process's exit code; kills it at a heartbeat timeout or when its time to save is up."""
     is_late = False
     while not child.wait(LOOK_S):
         is_late = is_late or child.watch.is_late()
-        if is_late or (asked and time.monotonic() - asked[0][1] > grace_s):
+        if is_late or (asked and time.monotonic() - asked[0][1] > grace_period_s):
             child.send(signal.SIGKILL)
     return HEARTBEAT_TIMEOUT if is_late else processes.as_exit_code(child.code)
 
@@ -100,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return WRONG_INPUT
     command = [sys.executable, "-m", "tfgpu.run", *given.script]
     record = given.records / f"{os.environ['SLURM_PROCID']}.json"
-    return run(command, record, grace_s=given.grace_period, silence_s=given.heartbeat_timeout)
+    return run(command, record, grace_period_s=given.grace_period, heartbeat_timeout_s=given.heartbeat_timeout)
 
 
 if __name__ == "__main__":

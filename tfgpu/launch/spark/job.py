@@ -55,8 +55,8 @@ def spark_job(
     shuffle_seed: int | None = None,
     max_restarts: int = 0,
     startup_timeout_s: float = 60.0,
-    silence_s: float = 60.0,
-    grace_s: float = 10.0,
+    heartbeat_timeout_s: float = 60.0,
+    grace_period_s: float = 10.0,
     driver_port: int = 0,
     logs: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -81,8 +81,8 @@ def spark_job(
             the data frame's order.
         max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: seconds to wait for task slots, and for workers to find each other.
-        silence_s: the heartbeat timeout in seconds; 0: none.
-        grace_s: seconds that workers get to save after a request to stop that no failure caused.
+        heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
+        grace_period_s: seconds that workers get to save after a request to stop that no failure caused.
         driver_port: where this program listens for its tasks; 0 takes a free port.
         logs: folder for one log file per worker, on its machine; the output also goes to the executors' stderr.
         environment: environment variables of every worker.
@@ -111,8 +111,8 @@ def spark_job(
         gpus_per_worker=gpus_per_worker or None,  # None: all that Spark assigns to the task
         max_restarts=max_restarts,
         startup_timeout_s=startup_timeout_s,
-        silence_s=silence_s,
-        grace_s=grace_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        grace_period_s=grace_period_s,
         logs=logs,
         environment=environment,
     )
@@ -178,8 +178,10 @@ def _connected(
         try:
             yield links
         finally:
-            stage.end(work.grace_s)
-            listener.wait(work.grace_s + 5)  # Spark reports a stage as done while its tasks are still being ended.
+            stage.end(work.grace_period_s)
+            listener.wait(
+                work.grace_period_s + 5
+            )  # Spark reports a stage as done while its tasks are still being ended.
         _check_python(stage.error)
 
 
@@ -207,9 +209,9 @@ class _Stage:
         self._thread = InheritableThread(target=run)
         self._thread.start()
 
-    def end(self, grace_s: float) -> None:
+    def end(self, grace_period_s: float) -> None:
         """Waits for the tasks to end on their own, then lets Spark kill them."""
-        self._thread.join(grace_s + 5)
+        self._thread.join(grace_period_s + 5)
         if self._thread.is_alive():
             self._context.cancelJobGroup(self._group)
             self._thread.join()
