@@ -5,6 +5,7 @@ In a cluster the processes meet first (`tfgpu.rendezvous`). Where TFGPU_HEARTBEA
 
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ def main(words: Sequence[str]) -> int:
         print(f"usage: python -m tfgpu.run [{OPTION} SECONDS] script.py [arguments]", file=sys.stderr)
         return 2
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # launchers block it while Python starts
         seconds = None if timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: timeout})
         run(words[0], words[1:], startup_timeout_s=seconds)
     except (InputError, MachineError) as error:

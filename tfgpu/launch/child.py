@@ -11,6 +11,8 @@ from tfgpu.launch.functions.reports import REPORTS
 
 STDOUT, STDERR, REPORT, RESULT = 1, 2, 3, 4
 """The streams of a process: its output, its reports, and its function's result."""
+_RUNNERS = {"tfgpu.run", "tfgpu.launch.ending"}
+"""Modules that start with Ctrl-C blocked, and unblock it when they can report it: Python's start prints a traceback."""
 
 
 class Child:
@@ -73,7 +75,7 @@ class Child:
                 start_new_session=self._is_captured,
                 pass_fds=(reporting,) if self._reports else (),
                 # Safe, since the supervisor has one thread.
-                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, supervisor),
+                preexec_fn=lambda: self._prepare(supervisor),
             )
             if self._is_captured:
                 self.streams = {self._process.stdout.fileno(): STDOUT, self._process.stderr.fileno(): STDERR}
@@ -86,6 +88,12 @@ class Child:
             self.streams[reports] = REPORT
         for pipe in self.streams:
             os.set_blocking(pipe, False)
+
+    def _prepare(self, supervisor: int) -> None:
+        """Runs in the new process, before the program."""
+        processes.die_with_parent(signal.SIGKILL, supervisor)
+        if _RUNNERS.intersection(self._command):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     @property
     def pid(self) -> int:
