@@ -135,7 +135,7 @@ def test_packed_sequences_do_not_see_one_another():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: pack([[1] * 9], length=8, global_batch=1), "sequence 0 of 9 tokens. Increase it"),
+        (lambda: pack([[1] * 9], length=8, global_batch=1), "sequence 0 has 9 tokens. Increase it"),
         (lambda: pack([[1]], [3], length=8, global_batch=1), "Use bucket"),
         (lambda: pack([], length=8, global_batch=1), "at least one sequence"),
         (lambda: pack([[1], []], length=8, global_batch=1), "as sequence 1"),
