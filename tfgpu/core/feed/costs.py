@@ -5,7 +5,7 @@ The model is there for autotuning anyway. Reading it reads no data and changes n
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
@@ -15,6 +15,10 @@ from tfgpu.core.feed.rewriting import Cut
 
 _UNCOUNTED = frozenset({"root", "prefetch", "shuffle", "shuffle_and_repeat"})
 """TensorFlow counts the time of what they read as their own, too."""
+_READING = _UNCOUNTED | frozenset(
+    "batch cache filter flat_map group_by_window interleave map padded_batch repeat scan skip take unbatch".split()
+)
+"""At the end of what they read they let go of it, and TensorFlow forgets what that has cost."""
 _LEAST = 0.01
 
 
@@ -38,7 +42,7 @@ class Cost:
 
 
 def measure(
-    iterator: tf.data.Iterator, batches: int, cut: Cut | None, stages: Sequence[str], epoch: int
+    iterator: tf.data.Iterator, batches: int, cut: Cut | None, stages: Sequence[str], seen: Cost | None = None
 ) -> Cost | None:
     """What the stages before the cut have cost so far; None if TensorFlow does not know.
 
@@ -47,29 +51,25 @@ def measure(
         batches: so many were read.
         cut: of the dataset; None if every worker makes all of it.
         stages: names of what every worker runs, the source first (`notes.names`).
-        epoch: batches of the dataset; below 1 if that is unknown.
+        seen: what they had cost, a batch, when the last of them had read almost all.
     """
     nodes, top = datasets.costs_of(iterator)
     base = _base(nodes, top, cut)
     if base is None or not batches:
         return None
     everywhere, total = _counted(nodes, base), _counted(nodes, top)
-    if any(_has_read_all(node) for node in everywhere) and epoch < 1:
-        return None
-
-    def each_s(node: StageCost) -> float:
-        return node.seconds / (epoch if _has_read_all(node) else batches)
-
-    spent, whole = sum(map(each_s, everywhere)), sum(map(each_s, total))
+    spent, whole = (sum(node.seconds for node in found) for found in (everywhere, total))
+    if any(_kind(nodes[at]) in _READING and not nodes[at].inputs for at in _numbers(nodes, base)):
+        others_ms = 1e3 * (whole - spent) / batches
+        return seen and replace(seen, share=seen.batch_ms / (seen.batch_ms + others_ms))
     if not spent:
         return None
     named: dict[str, float] = {}
     for name, node in _named(everywhere, stages):
-        named[name] = named.get(name, 0.0) + each_s(node)
+        named[name] = named.get(name, 0.0) + node.seconds
     largest = sorted(named.items(), key=lambda pair: -pair[1])[:3]
-    return Cost(
-        1e3 * spent, spent / whole, tuple((name, 1e3 * each) for name, each in largest if each > _LEAST * whole)
-    )
+    told = tuple((name, 1e3 * each / batches) for name, each in largest if each > _LEAST * whole)
+    return Cost(1e3 * spent / batches, spent / whole, told)
 
 
 def _base(nodes: dict[int, StageCost], top: int, cut: Cut | None) -> int | None:
@@ -96,12 +96,7 @@ def _numbers(nodes: dict[int, StageCost], at: int) -> Iterator[int]:
 def _counted(nodes: dict[int, StageCost], at: int) -> list[StageCost]:
     """A stage and all that it reads from, the source first, but for those whose time is not theirs alone."""
     found = [nodes[number] for number in _numbers(nodes, at)]
-    return [node for node in reversed(found) if _kind(node) not in _UNCOUNTED or _has_read_all(node)]
-
-
-def _has_read_all(node: StageCost) -> bool:
-    """Whether a shuffle has read its data to the end: what it read is forgotten, and its own time holds all of that."""
-    return _kind(node).startswith("shuffle") and not node.inputs
+    return [node for node in reversed(found) if _kind(node) not in _UNCOUNTED]
 
 
 def _kind(node: StageCost) -> str:
@@ -113,8 +108,6 @@ def _named(nodes: Sequence[StageCost], stages: Sequence[str]) -> Iterator[tuple[
     for kind in sorted({_kind(node) for node in nodes}):
         alike = [node for node in nodes if _kind(node) == kind]
         names = [stage for stage in stages if stage.split(" ")[0].removeprefix("from_") == kind]
-        if kind.startswith("shuffle"):
-            names = ["all that `shuffle` reads"] * len(alike)
         if len(names) != len(alike):
             names = [kind] * len(alike)
         yield from zip(names, alike, strict=True)

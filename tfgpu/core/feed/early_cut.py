@@ -109,7 +109,7 @@ def find(dataset: tf.data.Dataset) -> tuple[Cut | None, Obstacle | None]:
     if branches is not None:
         base, stage = branches
         return Cut(base, (stage, *passed)), Obstacle.ORDER
-    return best, Obstacle.ORDER
+    return best, Obstacle.LENGTH if datasets.name_of(dataset) == "padded_batch" else Obstacle.ORDER
 
 
 def _branches_of(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Branches] | None:

@@ -1,6 +1,7 @@
 """Says which stages of a dataset every worker runs, what that costs, and how to share them."""
 
 import logging
+import threading
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,6 +16,7 @@ from tfgpu.core.feed.rewriting import Cut
 _log = logging.getLogger(__name__)
 BATCHES = 10
 """So many batches are read before the cost of stages is told; fewer if the run ends."""
+_LOOK_S = 0.02
 _PASSED = frozenset("prefetch options batch padded_batch repeat take skip assert_cardinality".split())
 _PYTHON = (
     "Python makes its batches: a generator, or a PyDataset. To share the work, make a dataset of places or paths, and "
@@ -38,6 +40,10 @@ class Obstacle(Enum):
     ROWS = (
         "Its function is not known to give each row of a batch its own value to the bit. Put it before `batch`, "
         "if it looks at one row at a time"
+    )
+    LENGTH = (
+        "It pads a batch to its longest element, which is known when all are there. Give it `padded_shapes`: then a "
+        "worker makes its own elements only"
     )
     STRUCTURE = "It takes sparse or ragged tensors. Give it plain ones"
 
@@ -67,7 +73,8 @@ class Note:
         kinds = [stage.split(" ")[0] for stage in stages]
         if not _COSTLY.intersection(kinds):
             return
-        last = max((at for at, kind in enumerate(kinds) if kind not in _PASSED), default=len(kinds) - 1)
+        passed = _PASSED - {"padded_batch"} if self.obstacle is Obstacle.LENGTH else _PASSED
+        last = max((at for at, kind in enumerate(kinds) if kind not in passed), default=len(kinds) - 1)
         _log.info(
             "Every worker runs these stages of a dataset for all rows: %s.%s The last that workers cannot share is "
             "`%s`. %s.",
@@ -87,10 +94,17 @@ class Note:
 
 
 class _Measuring:
-    """Waits for the first batches of a run."""
+    """Waits for the first batches of a run.
+
+    A stage that has read all, such as a `shuffle` of all elements before its first batch, has forgotten what that took.
+    So a thread looks every now and then.
+    """
 
     def __init__(self, note: Note, run: step_blocks.Run):
-        self._note, self._run, self._batches, self._is_told = note, run, 0, False
+        self._note, self._run, self._batches, self._seen = note, run, 0, None
+        self._is_told = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="tfgpu-costs", daemon=True)
+        self._thread.start()
         run.after_block.append(self._after_block)
         run.exits.callback(self._tell)
 
@@ -100,18 +114,24 @@ class _Measuring:
             self._tell()
 
     def _tell(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            self._note.tell(self._cost())
+        if not self._is_told.is_set():
+            self._is_told.set()
+            self._thread.join()
+            self._note.tell(self._cost(self._batches))
 
-    def _cost(self) -> costs.Cost | None:
+    def _look(self) -> None:
+        epoch = int(self._note.dataset.cardinality())
+        while epoch > 0 and not self._is_told.wait(_LOOK_S):
+            self._seen = self._cost(epoch) or self._seen
+
+    def _cost(self, batches: int) -> costs.Cost | None:
         block, note = self._run.block, self._note
         iterator = None if block is None else block.iterator
         data = getattr(iterator, "data", None)
         if getattr(data, "dataset", None) is not note.dataset or not isinstance(iterator.unread, tf.data.Iterator):
             return None
-        cut, epoch = note.cut if iterator.has_rows else None, int(note.dataset.cardinality())
-        return costs.measure(iterator.unread, self._batches, cut, note.stages, epoch)
+        cut = note.cut if iterator.has_rows else None
+        return costs.measure(iterator.unread, batches, cut, note.stages, self._seen)
 
 
 def names(dataset: tf.data.Dataset) -> list[str]:

@@ -169,6 +169,16 @@ def _tiles(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
     return _is_first_alone(operation, kinds) and found is not None and found[0] == 1
 
 
+def _parses(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
+    """Whether each serialized example gives arrays of fixed shapes: others are sparse, or padded to the longest."""
+    shapes = operation.get_attr("dense_shapes")
+    others = [operation.get_attr(name) for name in ("num_sparse", "ragged_value_types")]
+    is_named = operation.inputs[1].shape.num_elements() != 0
+    if any(others) or is_named or not _is_first_alone(operation, kinds):
+        return False
+    return operation.inputs[0].shape.rank == 1 and all(tf.TensorShape(each).is_fully_defined() for each in shapes)
+
+
 def _slices(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
     """Whether a slice `[:, ...]` or `[..., at]` leaves the first axis whole."""
     masks = {
@@ -192,6 +202,7 @@ _JUDGES = {
     "Pack": _packs,
     "Pad": _pads,
     "PadV2": _pads,
+    "ParseExampleV2": _parses,
     "Reshape": _reshapes,
     "ReverseV2": _reduces_within_rows,
     "Squeeze": _squeezes,
