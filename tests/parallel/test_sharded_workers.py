@@ -23,7 +23,7 @@ def make(where, stage, policy="float32", kind="AdamW", **options):
     with where.scope():
         inputs = keras.Input((6,), dtype="int32")
         values = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(11, 5)(inputs))
-        hidden = keras.layers.Dense(7, "relu", dtype=policy)(values)
+        hidden = keras.layers.Dropout(0.2)(keras.layers.Dense(7, "relu", dtype=policy)(values))
         model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
         if stage:
             model = tfgpu.parallel.shard(model, stage)

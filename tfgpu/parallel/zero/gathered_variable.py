@@ -228,7 +228,9 @@ def _compile_while_running(unit: keras.layers.Layer) -> None:
         context = replication.replica_context()
         if context is None:
             return stock(*args, **kwargs)
-        return compiled_calls.run(unit, stock, args, kwargs, tf.nest.flatten(context.devices)[0])
+        devices = tuple(context.strategy.extended.worker_devices)  # `context.devices` fails on all workers but the first
+        device = device_placement.DevicePlacement(devices).local_device
+        return compiled_calls.run(unit, stock, args, kwargs, device)
 
     override(unit, "call", functools.update_wrapper(call, stock, updated=()), by=__name__)
 
