@@ -377,4 +377,7 @@ def _sentence(problem: Any) -> str:
     if problem["type"] == "literal_error":
         return str(unknown(name, problem["input"], choices(name)))
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
-    return f"`{name}` {message}. Received: {problem['input']!r}." if name else f"{message}."
+    if not name:
+        return f"{message}."
+    flag = Recipe.model_fields[name].json_schema_extra.get("flag")
+    return f"`{name}`{f' ({flag})' if flag else ''} {message}. Received: {problem['input']!r}."

@@ -228,7 +228,8 @@ def _compile_while_running(unit: keras.layers.Layer) -> None:
         context = replication.replica_context()
         if context is None:
             return stock(*args, **kwargs)
-        devices = tuple(context.strategy.extended.worker_devices)  # `context.devices` fails on all workers but the first
+        # `context.devices` looks this worker's devices up by the number of the replica among those of all workers.
+        devices = tuple(context.strategy.extended.worker_devices)
         device = device_placement.DevicePlacement(devices).local_device
         return compiled_calls.run(unit, stock, args, kwargs, device)
 
