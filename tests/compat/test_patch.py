@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from tfgpu.compat import patch, targets
 from tfgpu.errors import MachineError
@@ -58,6 +59,17 @@ def test_a_fault_that_is_gone_is_not_repaired(listed, monkeypatch):
     assert listed._double(4) == 8 and patch.installed() == ()
 
 
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_what_else_a_repair_did_is_undone_if_it_is_not_needed(listed, monkeypatch, is_needed):
+    know(monkeypatch, "another source")
+    undone = []
+    with patch.applying(lambda: is_needed):
+        add_one()
+        patch.if_not_needed(lambda: undone.append(1))
+    patch.if_not_needed(lambda: undone.append(2))  # of no repair
+    assert undone == ([] if is_needed else [1])
+
+
 def test_the_probe_is_not_run_if_nothing_changed(listed, monkeypatch):
     know(monkeypatch, targets.fingerprint(listed._double))
     with patch.applying(lambda: pytest.fail("asked")):
@@ -81,6 +93,19 @@ def test_a_target_that_is_gone_names_versions_and_a_cure():
     assert 'pip install "keras==3.15.1"' in text and "TFGPU_REPAIR=0" in text
     with pytest.raises(MachineError, match=r'TensorFlow 2\.\d+\.\S+ has no `tf.data.gone`.*"tensorflow==2'):
         patch.wrap("tf.data.gone")
+
+
+def test_a_replaced_value_that_is_gone_names_versions_unless_it_is_new(listed):
+    with pytest.raises(MachineError, match="has no `holder.gone`"):
+        patch.replace("holder.gone", print, by=__name__)
+    patch.replace("holder.gone", print, by=__name__, is_new=True)
+    assert listed.gone is print
+
+
+def test_a_private_target_that_is_gone_names_its_own_library():
+    strategy = tf.distribute.Strategy
+    with pytest.raises(MachineError, match=r'TensorFlow 2\.\d+\.\S+ has no `Strategy.gone`.*"tensorflow==2'):
+        patch.wrap(strategy, "gone")
 
 
 def test_an_unlisted_name_is_an_internal_error():
