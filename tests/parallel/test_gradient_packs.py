@@ -81,7 +81,7 @@ def packs_on(graph: tf.Graph, device: str) -> list[tuple[tf.Operation, int]]:
         elif each.type == "If":
             inside = library[each.get_attr("then_branch").name]
             if any(node.op == "CollectiveReduceV2" and node.device.endswith(device) for node in inside.node_def):
-                found.append((each, sum(output.shape.num_elements() for output in each.outputs) // len(OWN)))
+                found.append((each, sum(output.shape.num_elements() for output in each.outputs)))
     return found
 
 

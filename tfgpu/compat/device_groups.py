@@ -4,8 +4,10 @@ TensorFlow packs only values on the replicas' own devices. It sends each of the 
 its own, and sends the sum back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import tensorflow as tf
 from tensorflow.python.distribute import device_util
@@ -29,6 +31,31 @@ def of(strategy: tf.distribute.Strategy) -> "DeviceGroups | None":
     return slots.get(strategy, "device_groups")
 
 
+@dataclass(frozen=True)
+class ReplicaSum:
+    """How one replica sums its values with the other replicas.
+
+    Attributes:
+        device: of its collectives.
+        sum: takes its values, and returns the sums on that device.
+    """
+
+    device: str
+    sum: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+def sums_by_replica(
+    strategy: tf.distribute.Strategy, column: Column, options: tf.distribute.experimental.CommunicationOptions
+) -> list[ReplicaSum]:
+    """How each replica of this process sums values that are where one value is, with its `CollectiveAllReduce`."""
+    groups = of(strategy) or DeviceGroups(strategy)
+    group = groups.group_of(column) if groups is of(strategy) else groups.own
+    return [
+        ReplicaSum(device, partial(groups.sum_of_replica, group, number, options=options))
+        for number, device in enumerate(group)
+    ]
+
+
 class DeviceGroups:
     """Groups of one device per replica, each with its own collectives.
 
@@ -42,6 +69,11 @@ class DeviceGroups:
     def __init__(self, strategy: tf.distribute.MirroredStrategy):
         self._own, self._keys = strategy.extended._cross_device_ops, strategy.extended._collective_keys
         self._reductions = {self._own._devices: self._own}
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The replicas' own devices."""
+        return self._own._devices
 
     def group_of(self, column: Column) -> tuple[str, ...]:
         """The devices that sum a value: those that hold it, if they can be a group, or else the replicas' own."""
@@ -76,16 +108,27 @@ class DeviceGroups:
                 found[at] = sums
         return found
 
+    def sum_of_replica(
+        self,
+        group: tuple[str, ...],
+        replica: int,
+        values: list[tf.Tensor],
+        options: tf.distribute.experimental.CommunicationOptions,
+    ) -> list[tf.Tensor]:
+        """The sums on a replica's device of a group. All replicas must call it alike."""
+        reduction = self._reductions[group]
+        given = [distribute.moved(value, group[replica]) for value in values]
+        with reduction._lock, self.launcher(group, replica):
+            return reduction._all_reduce(tf.distribute.ReduceOp.SUM, given, replica, options)
+
     def _sum(self, group: tuple[str, ...], columns: list[Column], options) -> list[list[tf.Tensor]]:
-        reduction, by_replica = self._reductions[group], []
-        with reduction._lock:
-            for number, device in enumerate(group):
-                given = [_moved(column[number], device) for column in columns]
-                with self.launcher(group, number):
-                    by_replica.append(reduction._all_reduce(tf.distribute.ReduceOp.SUM, given, number, options))
+        by_replica = [
+            self.sum_of_replica(group, number, list(values), options)
+            for number, values in enumerate(zip(*columns, strict=True))
+        ]
         totals = zip(*by_replica, strict=True)
         return [
-            [_moved(total, _device(value)) for total, value in zip(sums, column, strict=True)]
+            [distribute.moved(total, value.device) for total, value in zip(sums, column, strict=True)]
             for sums, column in zip(totals, columns, strict=True)
         ]
 
@@ -108,7 +151,7 @@ class DeviceGroups:
 
 def moved_beside(found: tf.IndexedSlices, given: tf.IndexedSlices) -> tf.IndexedSlices:
     """Slices on the device of others."""
-    values, indices = (_moved(part, _device(given.values)) for part in (found.values, found.indices))
+    values, indices = (distribute.moved(part, given.values.device) for part in (found.values, found.indices))
     return tf.IndexedSlices(values, indices, found.dense_shape)
 
 
@@ -120,11 +163,3 @@ def _has_divided_gpus() -> bool:
 def _device(value: tf.Tensor) -> str:
     """The full name of a tensor's device; empty if it is not known."""
     return device_util.canonicalize(value.device) if value.device else ""
-
-
-def _moved(value: tf.Tensor, device: str) -> tf.Tensor:
-    """A value on a device; an empty name leaves it where it is."""
-    if not device or _device(value) == device:
-        return value
-    with distribute.on_device(device):
-        return tf.identity(value)

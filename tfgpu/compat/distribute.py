@@ -83,6 +83,12 @@ def can_gather(strategy: tf.distribute.Strategy) -> bool:
     return not tf.executing_eagerly() and isinstance(strategy.extended._cross_device_ops, CollectiveAllReduce)
 
 
+def sums_by_replica(strategy: tf.distribute.Strategy) -> bool:
+    """Whether each replica sums by a collective of its own; else one operation sums the values of all."""
+    kind, stock = type(strategy.extended._cross_device_ops), CollectiveAllReduce
+    return issubclass(kind, stock) and kind._all_reduce_per_replica_values is stock._all_reduce_per_replica_values
+
+
 def cross_device_ops(strategy: tf.distribute.Strategy) -> tf.distribute.CrossDeviceOps:
     """The operations with which a strategy's replicas sum."""
     return strategy.extended._cross_device_ops
@@ -190,6 +196,14 @@ def on_device(name: str) -> Iterator[None]:
     """Runs the operations of the block on a device, whatever function places those around it."""
     with tf.device(None), tf.device(name):
         yield
+
+
+def moved(value: tf.Tensor, device: str) -> tf.Tensor:
+    """A value on a device; an empty name leaves it where it is."""
+    if not device or (value.device and device_util.canonicalize(value.device) == device_util.canonicalize(device)):
+        return value
+    with on_device(device):
+        return tf.identity(value)
 
 
 def is_worker_failure(error: Exception) -> bool:

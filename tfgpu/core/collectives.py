@@ -95,6 +95,18 @@ def sum_columns(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.
     return [strategy.experimental_local_results(each) for each in sums]
 
 
+def sums_by_replica(
+    strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Tensor]]
+) -> list[device_groups.ReplicaSum]:
+    """How each replica of this process sums a pack's gradients; empty if one operation sums those of all.
+
+    Arguments as for `packs_of`, which made the pack. An eager collective would wait for those that are called after it.
+    """
+    if tf.executing_eagerly() or not distribute.sums_by_replica(strategy):
+        return []
+    return device_groups.sums_by_replica(strategy, columns[0], communication_options(strategy))
+
+
 @contextlib.contextmanager
 def as_packs() -> Iterator[None]:
     """A collective of the block runs as soon as what it sends is there; those made earlier may run after it."""
@@ -174,7 +186,7 @@ def set_reduce_dtype(strategy: tf.distribute.Strategy, dtype: str) -> None:
 
 def to_reduce_dtype(values: list) -> list:
     """Gradients (tensors, IndexedSlices or None) in the dtype in which replicas exchange them."""
-    dtype = slots.get(replica_context().strategy, "reduce_dtype")
+    dtype = slots.get(tf.distribute.get_strategy(), "reduce_dtype")
     return list(values) if dtype is None else [_cast(v, dtype) if _is_wider(v, dtype) else v for v in values]
 
 
@@ -185,7 +197,7 @@ def from_reduce_dtype(values: list, like: list) -> list:
 
 def to_sum(value: tf.Tensor) -> tf.Tensor:
     """A tensor in the form in which replicas sum it: as `travel.to_sum`, except in the strategy's gradient dtype."""
-    return value if value.dtype == slots.get(replica_context().strategy, "reduce_dtype") else travel.to_sum(value)
+    return value if value.dtype == slots.get(tf.distribute.get_strategy(), "reduce_dtype") else travel.to_sum(value)
 
 
 def _from_sums(sums: Sequence, like: list) -> list:

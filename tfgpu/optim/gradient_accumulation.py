@@ -1,6 +1,7 @@
 """Gradient accumulation on replicas: each adds up its own gradients, and the sums are reduced once in k batches."""
 
 import functools
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -145,15 +146,19 @@ class _Reduction:
     def across_replicas(self, strategy, *gradients) -> list:
         """In cross-replica context, where a branch of `tf.cond` may contain a collective.
 
-        Each pack has a condition of its own: one for all would wait for all gradients.
+        Each pack has a condition of its own: one for all would wait for all gradients. So has each replica, on the
+        device that sums its gradients: TensorFlow puts what a condition for several devices returns on the first GPU.
         """
         columns, found = _by_replica(strategy, gradients), [None] * len(gradients)
         is_update = self._is_update()
         for places in collectives.packs_of(strategy, columns):
             pack = [columns[at] for at in places]
-            sums = tf.cond(
-                is_update, functools.partial(self._sum, strategy, places, pack), functools.partial(_unchanged, pack)
-            )
+            if parts := collectives.sums_by_replica(strategy, pack):
+                sums = self._sums_if(is_update, places, pack, parts)
+            else:
+                sums = tf.cond(
+                    is_update, functools.partial(self._sum, strategy, places, pack), functools.partial(list, pack)
+                )
             for at, values in zip(places, sums, strict=True):
                 found[at] = distribute.regroup(tuple(values))
         return found
@@ -170,26 +175,45 @@ class _Reduction:
     def _is_update(self) -> tf.Tensor:
         return (optimizers.iterations(self._inner).value + 1) % self._inner.gradient_accumulation_steps == 0
 
+    def _sums_if(self, is_update: tf.Tensor, places: list[int], pack: list, parts: list) -> Iterator[tuple]:
+        """The sums of a pack's gradients at an update, before it the gradients, each where the gradient is.
+
+        Args:
+            is_update: whether this batch ends with an update.
+            places: the pack's, among all gradients.
+            pack: for each gradient, its tensor on each replica.
+            parts: as from `collectives.sums_by_replica`.
+        """
+        by_replica = []
+        for number, part in enumerate(parts):
+            own = [column[number] for column in pack]
+
+            def total(number=number, part=part, own=own) -> list[tf.Tensor]:
+                found = part.sum(self._taken(number, places, own))
+                return [_in_place(each, value.dtype) for each, value in zip(found, own, strict=True)]
+
+            with distribute.on_device(part.device):
+                sums = tf.cond(is_update, total, functools.partial(list, own))
+            by_replica.append([distribute.moved(each, value.device) for each, value in zip(sums, own, strict=True)])
+        return zip(*by_replica, strict=True)
+
     def _sum(self, strategy, places: list[int], pack: list) -> list[list[tf.Tensor]]:
-        devices = [[value.device for value in column] for column in pack]
-        accumulators = [self._accumulators[at] for at in places]
-
-        def take(*gradients) -> list:
-            """In a replica: its gradients of all batches, scaled as those of this batch are."""
-            number = replication.replica_number(replication.replica_context()) % len(devices[0])
-            taken = []
-            for value, total, column in zip(gradients, accumulators, devices, strict=True):
-                with tf.device(column[number]):
-                    taken.append(value + total.value * tf.cast(self._loss_scale, value.dtype))
-            if self._empties:
-                with tf.control_dependencies(taken):
-                    _empty(accumulators)
-            return [_sent(value) for value in taken]
-
-        given = [distribute.regroup(tuple(column)) for column in pack]
-        taken = _by_replica(strategy, strategy.extended.call_for_each_replica(take, args=given))
-        pairs = zip(collectives.sum_columns(strategy, taken), pack, strict=True)
+        """The sums where one operation sums the values of all replicas; arguments as for `_sums_if`."""
+        by_replica = [self._taken(number, places, own) for number, own in enumerate(zip(*pack, strict=True))]
+        pairs = zip(collectives.sum_columns(strategy, list(zip(*by_replica, strict=True))), pack, strict=True)
         return [[_in_place(total, column[0].dtype) for total in sums] for sums, column in pairs]
+
+    def _taken(self, number: int, places: list[int], own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """A replica's gradients of all batches, scaled as those of this batch are, in the form in which they travel."""
+        totals, taken = _by_replica(tf.distribute.get_strategy(), [self._accumulators[at].value for at in places]), []
+        accumulators = [column[number] for column in totals]
+        for value, total in zip(own, accumulators, strict=True):
+            with tf.device(value.device):
+                taken.append(value + total * tf.cast(self._loss_scale, value.dtype))
+        if self._empties:
+            with tf.control_dependencies(taken):
+                _empty(accumulators)
+        return [_sent(value) for value in taken]
 
 
 def _sent(value: tf.Tensor) -> tf.Tensor:
@@ -204,13 +228,13 @@ def _empty(accumulators: list) -> None:
         total.assign(tf.zeros(total.shape, total.dtype))
 
 
-def _unchanged(pack: list) -> list[list[tf.Tensor]]:
-    return [list(column) for column in pack]
-
-
 def _by_replica(strategy, values) -> list[list[tf.Tensor]]:
-    """For each distributed value, its tensor on each replica of this process."""
-    return [list(strategy.experimental_local_results(value)) for value in values]
+    """For each distributed value, its tensor on each replica of this process; TensorFlow keeps one that all share."""
+    found, count = [], len(strategy.extended.worker_devices)
+    for value in values:
+        own = strategy.experimental_local_results(value)
+        found.append(list(own) if len(own) == count else [*own] * count)
+    return found
 
 
 def _in_place(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
