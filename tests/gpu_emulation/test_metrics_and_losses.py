@@ -80,6 +80,25 @@ def test_no_metric_copies_a_batch_to_the_host(cls, labels):
         assert to_host(metric.update_state, specs) == []
 
 
+OPTIONS = {
+    "AUC": {"multi_label": True, "num_labels": CLASSES},
+    "F1Score": {"average": "micro", "threshold": 0.5},
+    "OneHotMeanIoU": {"num_classes": CLASSES, "ignore_class": 1},
+    "Precision": {"top_k": 2, "class_id": 1},
+    "PrecisionAtRecall": {"recall": 0.5, "class_id": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_of_a_metric_copies_a_batch_to_the_host(name):
+    with tf.device(GPU):
+        metric = getattr(keras.metrics, name)(**OPTIONS[name])
+    specs = [tf.TensorSpec([ROWS, CLASSES]), tf.TensorSpec([ROWS, CLASSES]), tf.TensorSpec([ROWS])]
+    with tf.device(GPU):
+        metric.update_state(*drawn(specs))
+    assert to_host(metric.update_state, specs) == []
+
+
 @pytest.mark.parametrize("labels", [tf.float32, tf.int32], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("cls", classes(keras.losses, keras.losses.Loss), ids=lambda cls: cls.__name__)
 def test_no_loss_copies_a_batch_to_the_host(cls, labels):

@@ -64,6 +64,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "keras.distribution": ("keras.distribution",),
     "loss_module": ("keras.src.losses.loss",),
     "losses": ("keras.src.losses.losses",),
+    "math": ("keras.src.backend.tensorflow.ops.math", "keras.src.backend.tensorflow.math"),
     "nn": ("keras.src.backend.tensorflow.ops.nn", "keras.src.backend.tensorflow.nn"),
     "numpy": ("keras.src.backend.tensorflow.ops.numpy", "keras.src.backend.tensorflow.numpy"),
     "random": ("keras.src.backend.tensorflow.random",),

@@ -57,13 +57,22 @@ def compare_on_device() -> None:
 
 
 def look_up_on_device() -> None:
-    """Looks up rows of a table by int64 indices; stock Keras compares, adds and flattens int32 ones."""
+    """Looks up rows of a table, and sums its segments, by int64 indices; stock Keras compares and adds int32 ones.
+
+    An `AUC` of several labels sums the segments of all labels at once, for which TensorFlow adds to the indices.
+    """
 
     @wrap("numpy.take")
     def take(stock, x, indices, axis=None):
         if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32 and indices.shape.rank != 0:
             indices = tf.cast(indices, tf.int64)
         return stock(x, indices, axis)
+
+    @wrap("math.segment_sum")
+    def segment_sum(stock, data, segment_ids, *args, **kwargs):
+        if isinstance(segment_ids, tf.Tensor) and segment_ids.dtype == tf.int32:
+            segment_ids = tf.cast(segment_ids, tf.int64)
+        return stock(data, segment_ids, *args, **kwargs)
 
 
 def argmax_copies_to_host() -> bool:
@@ -122,7 +131,7 @@ REPAIRS = (
     ),
     Repair(
         name="lookups-on-device",
-        fault="on a GPU, int32 token IDs are copied to the host for an embedding",
+        fault="on a GPU, int32 token IDs and an AUC's buckets are copied to the host",
         issue="",
         probe=lookup_copies_to_host,
         apply=look_up_on_device,

@@ -81,7 +81,8 @@ def _tversky(stock, y_true, y_pred, alpha=0.5, beta=0.5, axis=None):
 def _circle(stock, y_true, y_pred, ref_labels=None, ref_embeddings=None, **options):
     if ref_labels is not None or ref_embeddings is not None:
         return stock(y_true, y_pred, ref_labels, ref_embeddings, **options)
-    labels = ops.reshape(ops.cast(y_true, "int32"), [-1])
+    labels = tf.convert_to_tensor(y_true)
+    labels = tf.reshape(tf.cast(labels, tf.int64) if labels.dtype == tf.int32 else labels, [-1])  # int32: on the host
     size = verdicts.bytes_a_row([labels, y_pred])
     verdicts.note(
         verdicts.Piece("loss 'circle'", verdicts.ON_ALL_ROWS, _COMPARES, verdicts.KNOWN, size, verdicts.rows_of_batch())
