@@ -4,6 +4,7 @@ The rules are those of `nccl_manager.cc`, `collective_param_resolver_local.cc` a
 """
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,13 @@ from step_facts import StepFacts
 from tensorflow.python.ops import collective_ops
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
-FUNCTIONS = {"all_reduce_v2": "all-reduce", "all_gather_v2": "all-gather", "all_to_all_v2": "all-to-all"}
-"""Of `tensorflow.python.ops.collective_ops`, by which the package and `tf.distribute` make collectives."""
+FUNCTIONS = {
+    (collective_ops, "all_reduce_v2"): "all-reduce",
+    (collective_ops, "all_gather_v2"): "all-gather",
+    (collective_ops, "all_to_all_v2"): "all-to-all",
+    (tf.raw_ops, "CollectiveReduceScatterV2"): "reduce-scatter",
+}
+"""Those by which the package and `tf.distribute` make collectives in steps."""
 
 
 class NcclError(Exception):
@@ -27,12 +33,18 @@ class Nccl:
 
     Attributes:
         calls: of each device, in order: (group, kind, dtype, shape, hint).
+        sizes: of each group, how many of its devices are on this machine.
     """
 
     calls: dict[str, list[tuple]] = field(default_factory=dict)
+    sizes: dict[int, float] = field(default_factory=dict)
 
     def check_order(self) -> None:
         """Raises an `NcclError` where devices of a group were asked for different collectives, or in another order."""
+        for group, size in self.sizes.items():
+            asked = sum(any(each[0] == group for each in calls) for calls in self.calls.values())
+            if asked not in (0, size):
+                raise NcclError(f"Group {group} has {size:g} devices here, but {asked} were asked: they wait for ever.")
         for first, device in itertools.combinations(self.calls, 2):
             shared = {group for group, *_ in self.calls[first]} & {group for group, *_ in self.calls[device]}
             mine, theirs = ([each for each in self.calls[of] if each[0] in shared] for of in (first, device))
@@ -76,7 +88,9 @@ def refusals(facts: StepFacts, machines: int = 1) -> list[str]:
                 found.append(f"{each.kind} {each.dtype}: {why}")
             elif each.hint != "nccl" and machines > 1:
                 found.append(f"{each.kind} {each.dtype}: the hint {each.hint!r} means gRPC, not NCCL")
-    return list(dict.fromkeys(found + ([] if facts.has_one_order else ["the devices have different orders"])))
+    found += [] if facts.has_one_order else ["the devices have different orders"]
+    found += [] if facts.has_whole_groups(machines) else ["a device waits for one that does not take part"]
+    return list(dict.fromkeys(found))
 
 
 @contextlib.contextmanager
@@ -87,28 +101,37 @@ def fake_nccl(machines: int = 1) -> Iterator[Nccl]:
     """
     nccl = Nccl()
     with contextlib.ExitStack() as stack:
-        for name, kind in FUNCTIONS.items():
-            stack.enter_context(_checked(nccl, name, kind, machines))
+        for (owner, name), kind in FUNCTIONS.items():
+            stack.enter_context(_checked(nccl, owner, name, kind, machines))
         yield nccl
     nccl.check_order()
 
 
 @contextlib.contextmanager
-def _checked(nccl: Nccl, name: str, kind: str, machines: int) -> Iterator[None]:
-    stock = getattr(collective_ops, name)
+def _checked(nccl: Nccl, owner: object, name: str, kind: str, machines: int) -> Iterator[None]:
+    stock = getattr(owner, name)
+    parameters = inspect.signature(stock)
 
-    def collective(t, group_size, group_key, *args, communication_hint="auto", **options):
-        asked = group_key, kind, t.dtype.name, str(t.shape), communication_hint.lower()
-        if tf.get_static_value(group_size) == 1:
-            return stock(t, group_size, group_key, *args, communication_hint=communication_hint, **options)
-        if (why := refusal(kind, t.dtype.name, communication_hint.lower(), machines)) is not None:
-            raise NcclError(f"{kind} of {t.dtype.name}{t.shape}: {why}.")
-        found = stock(t, group_size, group_key, *args, communication_hint=communication_hint, **options)
-        nccl.calls.setdefault(found.device, []).append(asked)
+    def collective(*args, **options):
+        given = parameters.bind(*args, **options)
+        given.apply_defaults()
+        tensor, size, group = list(given.arguments.values())[:3]
+        hint = given.arguments["communication_hint"].lower()
+        count = tf.get_static_value(size)
+        if count == 1:
+            return stock(*args, **options)
+        if (why := refusal(kind, tensor.dtype.name, hint, machines)) is not None:
+            raise NcclError(f"{kind} of {tensor.dtype.name}{tensor.shape}: {why}.")
+        found = stock(*args, **options)
+        device = (found[0] if isinstance(found, tuple) else found).device
+        key = tf.get_static_value(group)
+        nccl.calls.setdefault(device, []).append((key, kind, tensor.dtype.name, str(tensor.shape), hint))
+        if count is not None:
+            nccl.sizes[key] = count / machines
         return found
 
-    setattr(collective_ops, name, collective)
+    setattr(owner, name, collective)
     try:
         yield
     finally:
-        setattr(collective_ops, name, stock)
+        setattr(owner, name, stock)

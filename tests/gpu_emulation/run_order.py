@@ -8,14 +8,20 @@ from flat_graph import Expansion, Node
 def in_order(nodes: Sequence[Node]) -> tuple[list[Node], bool]:
     """Some nodes in the order in which they run, and whether it is the only one that the graph allows.
 
-    Nodes of which only one can run, as those of two branches of a condition, need no order.
+    Nodes of two branches of a condition, of which only one runs, need no order.
     """
     before = _among(nodes)
     found = sorted(nodes, key=lambda node: before[node].bit_count())
     numbers = {node: number for number, node in enumerate(nodes)}
     pairs = zip(found, found[1:], strict=False)
-    is_only = all(before[b] >> numbers[a] & 1 or (a.conditions and b.conditions) for a, b in pairs)
+    is_only = all(before[b] >> numbers[a] & 1 or _exclude_each_other(a, b) for a, b in pairs)
     return found, is_only
+
+
+def _exclude_each_other(a: Node, b: Node) -> bool:
+    """Whether two nodes are in different branches of a condition."""
+    differ = next((pair for pair in zip(a.conditions, b.conditions, strict=False) if pair[0] != pair[1]), None)
+    return differ is not None and len({each.rpartition("/")[0] for each in differ}) == 1
 
 
 def _among(nodes: Sequence[Node]) -> dict[Node, int]:

@@ -147,19 +147,23 @@ class StepFacts:
         if not self.are_ordered:
             return False
         each_gpus = [
-            [(c.group, c.kind, c.dtype, c.bytes) for c in found]
+            [(c.group, c.kind, c.dtype, c.bytes, c.hint) for c in found]
             for gpu, found in self.collectives.items()
             if gpu != HOST
         ]
-        return all(shared_order(*pair) for pair in itertools.combinations(each_gpus, 2)) and self._groups_are_whole()
+        return all(shared_order(*pair) for pair in itertools.combinations(each_gpus, 2)) and self.has_whole_groups()
 
-    def _groups_are_whole(self) -> bool:
-        """Whether as many GPUs of this machine run each group's collectives as take part, by the number of machines."""
+    def has_whole_groups(self, machines: int | None = None) -> bool:
+        """Whether as many GPUs of this machine run each group's collectives as take part, by the number of machines.
+
+        Where that number is not given, it must be the same for all groups.
+        """
         found = [
             each for gpu, ran in self.collectives.items() if gpu != HOST for each in {c.group: c for c in ran}.values()
         ]
         counts = Counter(each.group for each in found)
-        return len({each.replicas and each.replicas / counts[each.group] for each in found}) <= 1
+        shares = {each.replicas / counts[each.group] for each in found if each.replicas}
+        return len(shares) <= 1 if machines is None else shares <= {machines}
 
 
 def shared_order(one: list[tuple], other: list[tuple]) -> bool:

@@ -1,13 +1,20 @@
 """What NCCL refuses is refused; what it takes passes, with the same sum."""
 
+import contextlib
+
 import fake_nccl
 import pytest
+import run_order
 import tensorflow as tf
 from fake_nccl import NcclError
+from flat_graph import Expansion, Node
 from gpu_way import gpu_way
 from step_facts import Collective, StepFacts
 
 import tfgpu
+from tfgpu.compat import distribute
+from tfgpu.core import replication
+from tfgpu.core.replication import replica_context
 
 
 def summed(dtype, value=2.0, devices=("CPU:1", "CPU:2")):
@@ -69,10 +76,45 @@ def test_what_fails_between_gpus(asked, why):
 
 
 def test_a_step_between_machines_that_does_not_ask_for_nccl_is_named():
-    reduce = Collective("all-reduce", "float32", "auto", 8, 4, 1, "GPU:0")
+    reduce = Collective("all-reduce", "float32", "auto", 8, 2, 1, "GPU:0")
     facts = StepFacts(collectives={"GPU:0": [reduce], "CPU:0": [reduce]})
     assert fake_nccl.refusals(facts, machines=2) == ["all-reduce float32: the hint 'auto' means gRPC, not NCCL"]
-    assert fake_nccl.refusals(facts, machines=1) == []
+
+
+def test_a_device_that_waits_for_one_without_the_collective_is_named():
+    reduce = Collective("all-reduce", "float32", "nccl", 8, 2, 1, "GPU:0")
+    facts = StepFacts(collectives={"GPU:0": [reduce]})
+    assert facts.has_one_order and fake_nccl.refusals(facts, machines=2) == []
+    assert fake_nccl.refusals(facts) == ["a device waits for one that does not take part"]
+    with pytest.raises(NcclError, match="Group 1 has 2 devices here, but 1 were asked"):
+        fake_nccl.Nccl({"GPU:0": [(1, "a")]}, sizes={1: 2}).check_order()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reduce_scatter_is_seen(dtype):
+    def step():
+        return distribute.reduce_scatter(tf.ones([2, 8], dtype), replication.replica_number(replica_context()), None)
+
+    refused = pytest.raises(NcclError, match=f"reduce-scatter of {dtype}.*takes no {dtype}")
+    with contextlib.nullcontext() if dtype in fake_nccl.DTYPES else refused:
+        with gpu_way(), fake_nccl.fake_nccl() as nccl:
+            strategy = tfgpu.strategy("mirrored", devices=["CPU:1", "CPU:2"])
+            tf.function(lambda: strategy.run(step)).get_concrete_function()
+        assert [asked[1:] for (asked,) in nccl.calls.values()] == [("reduce-scatter", dtype, "(2, 8)", "nccl")] * 2
+
+
+def collective(*conditions, waits=()):
+    waits = [Expansion(list(waits))]
+    return Node("", "CollectiveReduceV2", {}, "CPU:1", inputs=[], outputs=[], conditions=conditions, waits=waits)
+
+
+def test_collectives_of_two_conditions_need_an_order_and_those_of_two_branches_none():
+    then, other = collective("step/cond/then"), collective("step/cond/else")
+    assert run_order.in_order([then, other])[1]
+    assert run_order.in_order([then, collective("step/cond_1/then", waits=[then])])[1]
+    assert not run_order.in_order([then, collective("step/cond_1/then")])[1]
+    assert not run_order.in_order([then, collective("step/cond/then", "step/cond/then/cond/then")])[1]
+    assert not run_order.in_order([then, collective()])[1]
 
 
 def test_two_orders_are_refused():

@@ -305,13 +305,13 @@ def follow(parent):
     os._exit(1)
 
 
-def enter_gpu_way():
-    """CPU devices take the path of GPUs from now on, and what NCCL refuses is refused."""
+def enter_gpu_way(machines):
+    """CPU devices take the path of GPUs from now on, and what NCCL refuses is refused. Returns what it is asked for."""
     from fake_nccl import fake_nccl
     from gpu_way import gpu_way
 
     STAY.enter_context(gpu_way())
-    STAY.enter_context(fake_nccl())
+    return STAY.enter_context(fake_nccl(machines))
 
 
 def make_devices(kind, count):
@@ -339,11 +339,11 @@ def main():
     parser.add_argument("--gpu-way", action="store_true")
     parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args()
+    folder, rank, nccl = Path(options.folder), options.rank, None
+    processes, devices = TOPOLOGIES[options.topology]
     if options.gpu_way:
         sys.path.append(str(Path(__file__).parent.parent / "gpu_emulation"))
-        enter_gpu_way()
-    folder, rank = Path(options.folder), options.rank
-    processes, devices = TOPOLOGIES[options.topology]
+        nccl = enter_gpu_way(processes)
     make_devices("GPU" if options.gpus else "CPU", devices)
     if options.repair != "stock":
         importlib.import_module(options.repair).repair_keras()
@@ -363,12 +363,16 @@ def main():
             )
             try:
                 result = run(table[name], at)
+                if nccl is not None:
+                    nccl.check_order()
                 np.savez(folder / f"{name}.{rank}.npz", **{k.replace("/", "|"): v for k, v in result.items()})
             except Exception as failure:
                 kind, broken = type(failure).__name__, isinstance(failure, tf.errors.OpError)
                 text = [line.strip() for line in str(failure).splitlines() if line.strip()] or [""]
                 error = f"{kind}: {text[-1 if text[0].endswith(':') else 0][:160]}"
                 (folder / f"{name}.{rank}.traceback").write_text(traceback.format_exc())
+            if nccl is not None:
+                nccl.calls.clear()
             if processes > 1:
                 meet(folder, name, rank, kind, processes)
             print(
