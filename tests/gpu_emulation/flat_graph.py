@@ -118,7 +118,7 @@ class _Builder:
         names = {op.name: scope.prefix + op.name for op in graph.get_operations()}
         names |= {tensor.op.name: source[0].name for tensor, source in zip(graph.inputs, inputs, strict=True)}
         scope, made = replace(scope, names=names), {}
-        for op in graph.get_operations():
+        for op in _in_order(graph):
             if op.outputs and all(id(tensor) in found for tensor in op.outputs):
                 continue  # an argument
             sources, first = [found[id(tensor)] for tensor in op.inputs], len(self.nodes)
@@ -226,6 +226,20 @@ class _Builder:
         attributes, outputs, together = {"T": _type(spec[0])}, [spec] * branches, (node.name,) if is_if else ()
         kind, label, inputs = "Switch" if is_if else "_SwitchN", f"switch_{number}", [source, chosen]
         return self.add(kind, label, scope, inputs, outputs, attributes, node.device, colocated=together)
+
+
+def _in_order(graph: tf.Graph) -> list[tf.Operation]:
+    """A graph's operations, each after its inputs: the gradient of a loop gives the loop inputs that are made later."""
+    found = {}
+    for root in graph.get_operations():
+        path = [root]
+        while path:
+            later = [tensor.op for tensor in path[-1].inputs if tensor.op not in found]
+            if later:
+                path.append(later[0])
+            else:
+                found[path.pop()] = None
+    return list(found)
 
 
 def _function(graph: tf.Graph, name: str, arguments: int) -> tf.Graph:

@@ -29,13 +29,16 @@ def test_every_row_is_recorded():
 
 
 def test_every_row_keeps_the_rules_of_gpus():
-    """Whatever is recorded anew: no tensor of a batch's size to the host, NCCL alone, no gradients in conditions."""
+    """Whatever is recorded anew: no tensor of a batch's size to the host, no gradient or weight from GPU to GPU but by
+    NCCL, no gradients in conditions.
+    """
     traced = {name: facts for name, facts in record.read().items() if "error" not in facts}
     assert len(traced) > 80
     for name, facts in traced.items():
         gathers_rows = name.startswith("predict")  # the outputs, for the caller
         assert facts["to host, bytes of rows"] == 0 or (gathers_rows and " workers" in name), name
         assert facts["between devices, bytes of rows"] == 0 or gathers_rows or name.endswith(SPREAD), name
+        assert facts.get(traced_rows.WHOLE, 0) <= 16, name
         assert facts["one order"] and "another worker has" not in facts, name
         assert not facts["gradients in conditions"], name
         on_host = ["Split int32"] if name.endswith("sequence") else []  # token ids, which come from the host

@@ -105,6 +105,34 @@ def own_loss():
     return keras.Model(inputs, outputs), {"loss": pairwise}, lambda n: (image(n, 8), image(n, 1))
 
 
+def recurrent():
+    """Recurrent layers, whose loops have gradients."""
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8)(inputs))
+    outputs = layers.Dense(3, dtype="float32")(layers.GRU(8)(x))
+    return keras.Model(inputs, outputs), dict(SPARSE), lambda n: (labels((n, 7), 40), labels(n, 3))
+
+
+def scores():
+    """Several labels a row, with weights of rows, and metrics that count thresholds."""
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(5, "sigmoid", dtype="float32")(layers.Dense(16, "relu")(inputs))
+    counted = [keras.metrics.AUC(multi_label=True, num_labels=5), keras.metrics.F1Score(threshold=0.5)]
+    compiling = {"loss": "binary_crossentropy", "metrics": counted, "weighted_metrics": [keras.metrics.Precision()]}
+
+    def data(n):
+        return image(n, 8), labels((n, 5), 2).astype("float32"), labels(n, 4).astype("float32")
+
+    return keras.Model(inputs, outputs), compiling, data
+
+
+def circle():
+    """Keras's loss that compares rows by their labels."""
+    inputs = keras.Input((8,))
+    outputs = layers.UnitNormalization(dtype="float32")(layers.Dense(4)(inputs))
+    return keras.Model(inputs, outputs), {"loss": keras.losses.Circle()}, lambda n: (image(n, 8), labels(n, 3))
+
+
 def gan():
     """A `train_step` of the user's own, with two optimizers."""
     return Gan(), {"second": keras.optimizers.Adam(0.01)}, lambda n: (image(n, 8),)
@@ -157,6 +185,6 @@ def labels(shape, count: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, count, shape).astype("int32")
 
 
-_ALL = cnn, language, blocks, embeddings, two_outputs, own_loss, gan
+_ALL = cnn, language, blocks, embeddings, two_outputs, own_loss, gan, recurrent, scores, circle
 MODELS: dict[str, Callable] = {each.__name__: each for each in _ALL}
 """Each makes a model, what `compile` takes besides the optimizer, and the data of so many rows."""

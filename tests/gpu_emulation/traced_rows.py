@@ -37,6 +37,7 @@ SPREAD = {
 }
 """Options that spread a model of no strategy over GPUs; with `data`, two copies of it, over four."""
 BATCHES = 4
+WHOLE = "between devices, other bytes"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ _ALL += [Row("language", "one", precision="mixed_float16", option="sequence")]
 _ALL += [Row("blocks", "one", precision="mixed_float16", option="tensor")]
 _ALL += [Row("language", "mirrored-2", option=f"data-{axis}") for axis in ("tensor", "pipeline", "sequence")]
 _ALL += [Row(model, "mirrored-2", option="data-tensor") for model in ("blocks", "cnn")]
+_ALL += [Row(model, "mirrored-2", precision="mixed_float16", option="accumulation") for model in ("cnn", "language")]
+_ALL += [Row("scores", "mirrored-2", "evaluate"), Row("recurrent", "mirrored-2", precision="mixed_float16")]
 _FAST = {
     "fit cnn mirrored-2 float32 even",
     "fit language one float32 even",
@@ -144,6 +147,8 @@ def measure(row: Row) -> dict:
                     if failed not in str(error):
                         raise
             found = summary(calls.step(rows=ROWS), machines=REPLICAS[row.strategy] // local)
+            if row.option in SPREAD or row.option.startswith("zero"):
+                found.pop(WHOLE, None)  # of weights that are on some of the GPUs only
     finally:
         keras.config.set_dtype_policy("float32")
     if failed is not None:
@@ -247,6 +252,9 @@ def summary(facts: StepFacts, machines: int = 1) -> dict:
         moved = facts.moved(direction, has_rows=True)
         found[f"{direction}, bytes of rows"] = sum(copy.bytes or 0 for copy in moved)
         found[f"{direction}, copies of rows"] = _counted(moved)
+    others = [copy for copy in facts.moved("between devices", has_rows=False) if copy.dtype != "variant"]
+    if size := sum(copy.bytes or 0 for copy in others):
+        found[WHOLE] = size
     found["to host, other bytes"] = facts.bytes_moved("to host", has_rows=False)
     found["work on the host"] = dict(sorted(facts.host_work.items()))
     found["no kernel for GPUs"] = sorted(facts.host_only)
