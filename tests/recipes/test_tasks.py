@@ -131,13 +131,19 @@ def test_nothing_is_held_back_if_nothing_is_asked_for(tmp_path):
         ({"y": PRICE, "z": X}, {}, "an array 'z'. Expected the names x, y, x/NAME"),
         ({"y": PRICE[:-1]}, {}, "one row per example"),
         ({"y/count": np.arange(COUNT) * 999}, {}, "--task count=regression"),
-        ({"y/next": np.ones((COUNT, 4), int)}, {}, "'next' of data.npz, of shape .4,."),
+        ({"y/next": -np.ones((COUNT, 4), int)}, {}, "no loss for the target 'next' of data.npz"),
+        ({"y/next": np.full((COUNT, 4), 99999)}, {}, "400,000 outputs for the target 'next'"),
         ({"y/price": PRICE, "y/dense1": PRICE}, {}, "layers named dense1. Rename these targets"),
         ({"y/price": PRICE}, {"task": {"prise": "regression"}}, "Did you mean 'price'"),
-        ({"y/price": PRICE}, {"early_stopping": 2, "early_stopping_options": {"monitor": "val_mae"}}, "val_price_mae"),
+        (
+            {"y/price": PRICE, "y/rent": PRICE},
+            {"early_stopping": 2, "early_stopping_options": {"monitor": "val_mae"}},
+            "val_price_mae",
+        ),
+        ({"y/price": PRICE}, {"early_stopping": 2, "early_stopping_options": {"monitor": "val_price_mae"}}, "val_mae"),
         ({"y": np.array([{"a": 1}] * COUNT, object)}, {}, "Python objects, which are not unpickled"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_what_cannot_be_trained_on_is_named(tmp_path, arrays, settings, message):
     what = make({**SMALL, "data": written(tmp_path, x=X, **arrays), **settings})
@@ -179,3 +185,109 @@ def test_a_task_of_each_target_is_read_from_a_line():
             make({"task": wrong})
     assert Recipe().task is None
     assert heads.metric_names([heads.Head("tokens", 4)]) == ["accuracy", "perplexity"]
+
+
+OWN = """
+import keras
+
+
+def pixels(input_shape, classes):
+    x = given = keras.Input(input_shape)
+    for _ in range(2):
+        x = keras.layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    heads = {name: keras.layers.Conv2D(count, 1, name=name)(x) for name, count in classes.items()}
+    return keras.Model(given, heads)
+
+
+class Detector(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        found, boxes = y_pred["bounding_boxes"], y["bounding_boxes"]
+        there = keras.ops.cast(boxes["labels"] >= 0, "float32")
+        errors = keras.ops.mean(keras.ops.square(found - boxes["boxes"] / 8.0), -1)
+        return keras.ops.mean(errors * there)
+
+
+def detector(input_shape, classes):
+    given = keras.Input(input_shape)
+    x = keras.layers.Dense(8, "relu")(keras.layers.Flatten()(given))
+    boxes = keras.layers.Reshape((2, 4), name="bounding_boxes")(keras.layers.Dense(8)(x))
+    return Detector(given, {"bounding_boxes": boxes})
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Models of a user's own, in the current folder."""
+    name = f"own_models_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def tagged(folder, **arrays) -> str:
+    tags = (X > 0).astype("int64")
+    return written(folder, **{"x": X, "y/tags": tags, "y/price": PRICE, **arrays})
+
+
+@pytest.mark.slow
+def test_a_class_at_each_place_of_a_sequence(tmp_path):
+    result = run(tmp_path, data=tagged(tmp_path), epochs=30, learning_rate=0.02, test=0)
+    last = result.history[-1]
+    assert last["tags_accuracy"] > 0.9 and last["tags_loss"] < 0.5 * result.history[0]["tags_loss"]
+    model = keras.models.load_model(result.run_directory / "model.keras")
+    assert heads.output_shapes(model)["tags"] == (3, 2)
+    page = (result.run_directory / "report.html").read_text()
+    assert "tags=2 classes at 3 places" in page.replace("×", "x")
+
+
+def masks(folder) -> str:
+    import tensorflow as tf
+
+    for name in ("images", "masks"):
+        (folder / "leaves" / name).mkdir(parents=True)
+    for at in range(24):
+        mask = (RNG.normal(size=(8, 8, 1)) > 0).astype("uint8") * 2
+        picture = np.repeat(mask * 100 + RNG.integers(0, 20, (8, 8, 1)), 3, -1).astype("uint8")
+        (folder / "leaves" / "images" / f"{at}.png").write_bytes(tf.io.encode_png(picture).numpy())
+        (folder / "leaves" / "masks" / f"{at}.png").write_bytes(tf.io.encode_png(mask).numpy())
+    return f"masks:{folder}/leaves"
+
+
+@pytest.mark.slow
+def test_masks_in_files(tmp_path, own):
+    what = {"data": masks(tmp_path), "augment": ["flip"], "model": f"{own}:pixels", "model_options": {}}
+    with pytest.raises(InputError, match="Use --classes, one more than the largest number"):
+        building.build(make({**SMALL, **what}), Cluster())
+    result = run(tmp_path, **what, classes=3, epochs=15, learning_rate=0.05)
+    assert result.metrics["accuracy"] > 0.9, result.history
+    mlp = building.build(make({**SMALL, "data": what["data"], "classes": 3}), Cluster()).model
+    assert heads.output_shapes(mlp) == {"segmentation_masks": (8, 8, 3)}
+
+
+def boxes(folder) -> str:
+    pictures = [{"id": at, "file_name": f"{at}.png", "width": 8, "height": 8} for at in range(24)]
+    found = [
+        {"id": at, "image_id": at, "category_id": 7, "bbox": [at % 4, 1, 3, 2 + at % 3], "area": 6, "iscrowd": 0}
+        for at in range(24)
+    ]
+    text = {"images": pictures, "annotations": found, "categories": [{"id": 7, "name": "leaf"}]}
+    (folder / "boxes.json").write_text(json.dumps(text))
+    masks(folder)
+    return f"coco:{folder}/boxes.json#{folder}/leaves/images"
+
+
+@pytest.mark.slow
+def test_boxes_need_a_model_with_a_loss_of_its_own(tmp_path, own):
+    what = {"data": boxes(tmp_path), "augment": ["flip"], "model_options": {}}
+    with pytest.raises(InputError, match="no loss for the target 'bounding_boxes' .* whose `compute_loss` takes it"):
+        building.build(make({**SMALL, **what}), Cluster())
+    with pytest.raises(InputError, match="must have a loss of its own for the targets bounding_boxes"):
+        building.build(make({**SMALL, **what, "model": f"{own}:pixels"}), Cluster())
+    result = run(tmp_path, **what, model=f"{own}:detector", epochs=4)
+    assert result.history[-1]["loss"] < result.history[0]["loss"] and result.metrics.keys() == {"loss"}
+
+
+def test_masks_take_no_weight_per_example(tmp_path):
+    what = {"x": RNG.normal(size=(COUNT, 4, 4, 1)), "y/masks": RNG.integers(0, 2, (COUNT, 4, 4)).astype("uint8")}
+    with pytest.raises(InputError, match="cannot weight the target 'masks'"):
+        building.build(make({**SMALL, "data": written(tmp_path, **what, sample_weight=PRICE**2)}), Cluster())

@@ -327,5 +327,5 @@ def _info(examples: Examples, parts, count: int, settings: epoch.Settings) -> In
         labels=labels,
         label_smoothing=settings.smoothing,
         cache=examples.cache,
-        targets=targets_of(examples.structure),
+        targets=targets_of(examples.structure, examples.shape),
     )

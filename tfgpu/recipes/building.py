@@ -1,5 +1,6 @@
 """From a recipe to the parts of a run: strategy, data, model and callbacks, checked before any file is written."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,8 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         )
     data = open_data(what, cluster, source=source)
     _check_parts(data, what)
-    ends = heads.heads_of(data.info)
+    ends = heads.heads_of(data.info, classes=what.classes)
+    _check_weights(data, ends)
     compiling.check_monitors(what, heads=ends, has_validation=data.validation is not None)
     schedule = compiling.schedule(what, steps_per_epoch=data.info.steps_per_epoch)
     with strategy.scope():
@@ -114,10 +116,22 @@ def _check_parts(data: Data, what: Recipe) -> None:
             raise InputError(
                 f"{what.data} has too few examples for {name}. Received: {name}={getattr(what, name)}. Increase it."
             )
-    if what.classes is not None and data.info.targets is not None:
+    if what.classes is not None and data.info.targets is not None and not _has_masks_in_files(data.info.targets):
         raise InputError(f"`classes` needs one class per example. Received: classes={what.classes} for {what.data}.")
-    if what.classes not in (None, data.info.classes):
+    if what.classes not in (None, data.info.classes) and data.info.targets is None:
         raise InputError(
             f"`classes` must be the number of classes in {what.data}. Received: classes={what.classes}, found "
             f"{data.info.classes}. Use --classes {data.info.classes}, or remove it."
         )
+
+
+def _has_masks_in_files(targets: Any) -> bool:
+    found = targets.values() if isinstance(targets, Mapping) else [targets]
+    return any(target.kind == "places" and not target.classes for target in found)
+
+
+def _check_weights(data: Data, ends: Sequence[heads.Head]) -> None:
+    """Rejects a weight per example for masks: Keras would multiply it with rows of pixels."""
+    found = [end.name for end in ends if end.kind == "places" and len(end.shape) > 2]
+    if found and isinstance(data.train.element_spec, tuple) and len(data.train.element_spec) > 2:
+        raise InputError(f"Keras cannot weight the target {found[0]!r} by example. Remove the sample weights.")

@@ -146,7 +146,7 @@ def check_monitors(recipe: Recipe, *, heads: Sequence[Head] = CLASSES, has_valid
     Raises:
         InputError: names the setting and the metrics.
     """
-    losses = [f"{head.name}_loss" for head in heads if head.name]
+    losses = [f"{head.name}_loss" for head in heads if len(heads) > 1]
     names = ["loss", *losses, *metric_names(heads)]
     names = [f"{part}{name}" for part in ("val_", "") for name in names]
     stopping = agreement.early_stopping(recipe)
@@ -177,7 +177,8 @@ def compile_model(
     made = optimizer(recipe, learning_rate=learning_rate)
     if recipe.decay == "kernels":
         made.exclude_from_weight_decay([v for v in model.trainable_variables if len(v.shape) < 2])
-    is_named = bool(heads[0].name)
+    is_own = heads[0].kind == "own"  # the model computes the loss of all targets
+    is_named = bool(heads[0].name) and not is_own
     model.compile(
         optimizer=made,
         loss={head.name: head.loss for head in heads} if is_named else heads[0].loss,

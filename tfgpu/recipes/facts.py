@@ -252,6 +252,10 @@ def _learned(targets: Any) -> Any:
         return {name: _learned(each) for name, each in targets.items()}
     if targets.kind == "class":
         return f"{targets.classes} classes"
+    if targets.kind == "places":
+        return f"{targets.classes or ''} classes at {shape_text(targets.shape)} places".strip()
+    if targets.kind == "other":
+        return "what the model's own loss takes"
     return "a number" if targets.shape in ((), (1,)) else f"{shape_text(targets.shape)} numbers"
 
 

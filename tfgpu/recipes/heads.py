@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -18,8 +18,8 @@ class Head:
     """One output of a model.
 
     Attributes:
-        kind: `"class"`, `"one_hot"`, `"tokens"` (logits) or `"numbers"`.
-        units: numbers per example (or position).
+        kind: `"class"`, `"one_hot"`, `"tokens"`, `"places"` (logits), `"numbers"`, or `"own"`: the model has the loss.
+        units: numbers per example (or place).
         name: of the target; "" for the only one without a name.
         shape: of one example's output.
     """
@@ -30,8 +30,15 @@ class Head:
     shape: tuple[int, ...] = ()
 
     @property
-    def loss(self) -> keras.losses.Loss:
+    def size(self) -> int:
+        """Numbers per example."""
+        return math.prod(self.shape) if self.kind == "places" else self.units
+
+    @property
+    def loss(self) -> keras.losses.Loss | None:
         """A new loss: cross-entropy of logits, or the squared error of numbers."""
+        if self.kind == "own":
+            return None
         if self.kind == "numbers":
             return keras.losses.MeanSquaredError()
         if self.kind == "one_hot":
@@ -41,6 +48,8 @@ class Head:
     @property
     def metrics(self) -> list[Any]:
         """New metrics. Keras's R2 score takes one number or one row of numbers per example."""
+        if self.kind == "own":
+            return []
         if self.kind == "tokens":
             return ["accuracy", Perplexity()]
         if self.kind != "numbers":
@@ -54,12 +63,17 @@ class Head:
         return [f"{self.name}_{name}" if self.name else name for name in names]
 
 
+_MOST_OUTPUTS = 1 << 16
 CLASSES = (Head("class", 0),)
 """One class per example, whatever their number: enough to compile."""
 
 
-def heads_of(info: Info) -> tuple[Head, ...]:
+def heads_of(info: Info, *, classes: int | None = None) -> tuple[Head, ...]:
     """The outputs that a run's data needs.
+
+    Args:
+        info: the data's facts.
+        classes: of masks in files.
 
     Raises:
         InputError: a target that recipes do not train.
@@ -68,22 +82,26 @@ def heads_of(info: Info) -> tuple[Head, ...]:
         return (Head(info.labels, info.classes),)
     if not isinstance(info.targets, Mapping):
         return (_numbers("", info.targets.shape),)
-    return tuple(_named(name, target, info) for name, target in info.targets.items())
+    if any(target.kind == "other" for target in info.targets.values()):
+        return tuple(Head("own", target.classes, name) for name, target in info.targets.items())
+    return tuple(_named(name, target, info, classes) for name, target in info.targets.items())
 
 
 def _numbers(name: str, shape: tuple[int, ...]) -> Head:
     return Head("numbers", math.prod(shape), name, shape or (1,))
 
 
-def _named(name: str, target: Any, info: Info) -> Head:
-    if target.kind == "other":
-        raise InputError(
-            f"A recipe trains classes and numbers. Received: the target {name!r} of {info.name}, of shape "
-            f"{target.shape}: a sequence, boxes or masks. Train on it in Python: "
-            "model.fit(tfgpu.data.load(...).train)."
-        )
+def _named(name: str, target: Any, info: Info, classes: int | None) -> Head:
     if target.kind == "numbers":
         return _numbers(name, target.shape)
+    if target.kind == "places":
+        if not (target.classes or classes):
+            raise InputError(
+                f"{info.name} has masks in files, which are not read to count their classes. Received: no `classes`. "
+                "Use --classes, one more than the largest number in a mask."
+            )
+        units = target.classes or classes
+        return Head("places", units, name, (*target.shape, units))
     if target.classes < 2 or target.classes > max(info.train_examples, 2):
         raise InputError(
             f"The target {name!r} of {info.name} holds whole numbers, which are classes. Received: {target.classes} "
@@ -100,6 +118,8 @@ def metric_names(heads: Sequence[Head]) -> list[str]:
         >>> metric_names([Head("class", 3, "kind", (3,)), Head("numbers", 1, "price", (1,))])
         ['kind_accuracy', 'price_mae', 'price_rmse', 'price_r2_score']
     """
+    if len(heads) == 1:  # Keras names no output then
+        return replace(heads[0], name="").names()
     return [name for head in heads for name in head.names()]
 
 
@@ -117,11 +137,13 @@ def build(name: str, info: Info, heads: Sequence[Head], options: Mapping[str, An
         InputError: a model that cannot take such inputs, or does not return such outputs.
     """
     named = {head.name: head.units for head in heads if head.name}
+    if ":" not in name:
+        _check_sizes(name, info, heads)
     if ":" in name:
         own = models.build(name, input_shape=info.input_shape, classes=named or heads[0].units, options=options)
         _check_own(own, name, info, heads)
         return own
-    units = sum(head.units for head in heads)
+    units = sum(head.size for head in heads)
     if isinstance(info.input_shape, Mapping):
         body = _joined(name, info, units, options)
     else:
@@ -133,10 +155,26 @@ def build(name: str, info: Info, heads: Sequence[Head], options: Mapping[str, An
         raise InputError(f"The model {name!r} has layers named {', '.join(sorted(used))}. Rename these targets.")
     outputs, begin = {}, 0
     for head in heads:
-        part = body.output[..., begin : begin + head.units]
+        part = body.output[..., begin : begin + head.size]
         outputs[head.name] = keras.layers.Reshape(head.shape, dtype="float32", name=head.name)(part)
-        begin += head.units
+        begin += head.size
     return keras.Model(body.input, outputs, name=body.name)
+
+
+def _check_sizes(name: str, info: Info, heads: Sequence[Head]) -> None:
+    """Rejects targets for which a model by name has no outputs, or too many weights."""
+    for head in heads:
+        if head.kind == "own":
+            raise InputError(
+                f"A recipe has no loss for the target {head.name!r} of {info.name}, such as boxes. Received: the model "
+                f"{name!r}. Use a function (module:function) that returns a model whose `compute_loss` takes it."
+            )
+        if head.kind == "places" and head.size > _MOST_OUTPUTS:
+            raise InputError(
+                f"The model {name!r} computes all outputs from all features. Received: {head.size:,} outputs for the "
+                f"target {head.name!r}, of shape {head.shape}. Use a function of your own (module:function) that "
+                "returns outputs of this shape, such as a convolutional network."
+            )
 
 
 def _joined(name: str, info: Info, units: int, options: Mapping[str, Any]) -> keras.Model:
@@ -172,6 +210,14 @@ def output_shapes(model: keras.Model) -> Any:
 
 def _check_own(model: keras.Model, name: str, info: Info, heads: Sequence[Head]) -> None:
     """Rejects a user's model with wrong outputs, which would fail late or train nonsense."""
+    if heads[0].kind == "own":
+        if type(model).compute_loss is keras.Model.compute_loss:
+            names = ", ".join(head.name for head in heads)
+            raise InputError(
+                f"The model {name!r} must have a loss of its own for the targets {names} of {info.name}. Received: a "
+                "model without `compute_loss`. Return a subclass of keras.Model that overrides it."
+            )
+        return
     shapes = output_shapes(model)
     if shapes is None:
         return

@@ -96,7 +96,10 @@ class Recipe(pretrained.Pretrained):
         ge=2,
     )
     classes: int | None = _field(
-        None, "Data", "Number of classes; only checked, and used by `--dry-run`. Default: taken from the data.", ge=2
+        None,
+        "Data",
+        "Number of classes: of masks in files; else only checked, and used by `--dry-run`. Default: from the data.",
+        ge=2,
     )
     label_smoothing: float = _field(
         0.0, "Data", "Fraction of a training label to spread evenly over all classes.", ge=0, lt=1
