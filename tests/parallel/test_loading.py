@@ -17,7 +17,8 @@ import tfgpu
 from tfgpu.compat import variables
 from tfgpu.core.state.array_slices import ArraySlices, flat_part
 from tfgpu.core.state.sharded_variable import merged
-from tfgpu.parallel import Mesh, apply, load_weights, pipeline, place, shard, tensor
+from tfgpu.parallel import Mesh, apply, costs, load_weights, model_graph, pipeline, place, shard, tensor
+from tfgpu.parallel.pipeline import row_mixing
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(6, 8)).astype("float32")
@@ -236,6 +237,48 @@ def test_a_deferred_model_takes_no_memory_and_gets_the_values_that_it_would_have
         for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
             np.testing.assert_array_equal(mine, theirs)
     layers.Dense(2)(keras.Input((3,)))  # ends a scope of Keras's that would initialize what waits
+
+
+class Centered(layers.Layer):
+    """Mixes rows, with a weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="random_normal")
+
+    def call(self, x):
+        return self.scale * (x - keras.ops.mean(x, 0))
+
+
+def test_a_pipeline_of_a_deferred_model_has_the_values_of_one_layer_at_a_time(monkeypatch):
+    def mixing():
+        keras.utils.set_random_seed(3)
+        sizes = [layers.Dense(12, "relu", name="up"), Centered(name="centered"), layers.Dense(3, name="down")]
+        return keras.Sequential([keras.Input((8,)), *sizes])
+
+    expected = mixing()
+    with tfgpu.parallel.deferred():
+        model = mixing()
+    timed, tried = {}, {}
+
+    def noting(stock, found):
+        def run(*args):
+            held = {v.path.split("/")[-2] for v in model.variables if not variables.is_deferred(v)}
+            found.update({each.name: held for each in args if isinstance(each, model_graph.Call)})
+            return stock(*args)
+
+        return run
+
+    monkeypatch.setattr(costs, "_time", noting(costs._time, timed))
+    monkeypatch.setattr(row_mixing._Trial, "_agrees", noting(row_mixing._Trial._agrees, tried))
+    whole, found = pipeline(expected, 2, 2, devices=TWO, cuts=["down"]), pipeline(model, 2, 2, devices=TWO)
+    assert timed == tried == {name: {name} for name in ("up", "centered", "down")}
+    for mine, theirs in zip(found.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for each in (whole, found):
+        each.compile("sgd", "mse")
+        each.fit(X, X[:, :3], batch_size=6, verbose=0)
+    for mine, theirs in zip(found.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
 SHARE = """

@@ -1,6 +1,7 @@
 """What a Keras variable holds."""
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import keras
@@ -51,6 +52,23 @@ def deferred() -> Iterator[None]:
 def is_deferred(variable: keras.Variable) -> bool:
     """Whether a variable was made in `deferred` and has no value yet."""
     return variable._value is None and variable._initializer is not None
+
+
+@contextmanager
+def lent(wanted: Iterable[keras.Variable]) -> Iterator[None]:
+    """Inside the block variables that were made in `deferred` hold their initial values, in the host's memory."""
+    waiting = [variable for variable in wanted if is_deferred(variable)]
+    try:
+        for variable in waiting:
+            with tf.init_scope(), tf.device("CPU:0"):
+                value = variable._initializer(variable._shape, dtype=variable._dtype)
+                variable._value = tf.Variable(value, dtype=variable._dtype, trainable=variable._trainable)
+        yield
+    finally:
+        for variable in waiting:
+            variable._value = None
+        if waiting:
+            gc.collect()  # a function that was traced here keeps what it read until its cycles are collected
 
 
 def take_value(variable: keras.Variable) -> np.ndarray:

@@ -15,7 +15,7 @@ from tfgpu.parallel.zero import sharded_optimizer
 
 LAYOUTS = ("one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor")
 _SPREAD = ("zero3", "pipeline", "tensor")
-"""Layouts of which no device holds the whole model: it is made in the host's memory."""
+"""Layouts of which no device holds the whole model: it is made without memory for its variables."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Layout:
     def scope(self) -> contextlib.AbstractContextManager:
         """Where the model is made and compiled."""
         if self._is_made_on_host:
-            return tf.device("CPU:0") if self.name == "pipeline" else loading.deferred()
+            return loading.deferred()
         held = contextlib.ExitStack()
         held.enter_context(self.strategy.scope())
         if self.name == "zero3":

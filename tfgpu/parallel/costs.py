@@ -47,7 +47,8 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
     values = {id(symbolic): tf.convert_to_tensor(value) for symbolic, value in zip(graph.inputs, given, strict=True)}
     found, seen = [], set()
     for call in model_graph.calls(model):
-        seconds = _time(call, values)
+        with variables.lent(v for layer in call.layers for v in layer.variables):
+            seconds = _time(call, values)
         new = [v for layer in call.layers for v in layer.variables if id(v) not in seen]
         seen.update(map(id, new))
         results = sum(_bytes(values[id(tensor)]) for tensor in call.outputs)

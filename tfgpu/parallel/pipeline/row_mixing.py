@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import layers
-from tfgpu.compat.keras import StatelessScope
+from tfgpu.compat import layers, variables
+from tfgpu.compat.keras import StatelessScope, get_mask, set_mask
 from tfgpu.core.row_mixing import choices, own_layers
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.pipeline import sections
@@ -85,24 +85,41 @@ class _Trial:
     """One run of all calls: values by the `id` of the symbolic tensor, for the whole batch and for both halves."""
 
     def __init__(self, model: keras.Model, inputs: list):
-        self._inputs, self._calls = model_graph.functional(model).inputs, model_graph.calls(model)
-        self._given = [_tensor(value, tensor.dtype) for value, tensor in zip(inputs, self._inputs, strict=True)]
-        self._whole: dict = {}
+        symbolic, self._calls = model_graph.functional(model).inputs, model_graph.calls(model)
+        given = zip(symbolic, inputs, strict=True)
+        self._whole = {id(tensor): _tensor(value, tensor.dtype) for tensor, value in given}
         self._halves: tuple[dict, dict] = {}, {}
+        self._by_rows: set[int] = set(self._whole)  # that have halves
         self._other_rows: set[int] = set()
 
     def run(self, strategy: tf.distribute.Strategy) -> RowMixing:
-        # In a replica's graph, where random draws are those of the rows of the whole batch.
-        agree = tf.function(lambda given: strategy.run(self._run_all, (given,)), autograph=False)(self._given)
+        agree = [each for calls in self._groups() for each in self._run(strategy, calls)]
         mixing = {id(call.node) for call, is_equal in zip(self._calls, agree, strict=True) if not is_equal}
         return RowMixing(frozenset(mixing), frozenset(self._other_rows))
 
+    def _groups(self) -> list[list[model_graph.Call]]:
+        """Calls that run together: one at a time where variables have no values yet, which are lent for that time."""
+        waits = any(map(variables.is_deferred, _variables(self._calls)))
+        return [[call] for call in self._calls] if waits else [self._calls]
+
+    def _run(self, strategy: tf.distribute.Strategy, calls: list[model_graph.Call]) -> list[tf.Tensor]:
+        # In a replica's graph, where random draws are those of the rows of the whole batch.
+        run = tf.function(lambda given: strategy.run(self._run_all, (calls, given)), autograph=False)
+        given = {key: (value, get_mask(value)) for key, value in self._whole.items()}
+        with variables.lent(_variables(calls)):
+            agree, found = run.get_concrete_function(given)(given)  # a call would warn of many tracings
+        self._whole = {key: _masked(*pair) for key, pair in found.items()}
+        return agree
+
     @tf.autograph.experimental.do_not_convert
-    def _run_all(self, given: list) -> list[tf.Tensor]:
-        for tensor, value in zip(self._inputs, given, strict=True):
-            self._whole[id(tensor)] = value
-            self._halve(tensor)
-        return [self._agrees(call) for call in self._calls]
+    def _run_all(self, calls: list[model_graph.Call], given: dict) -> tuple[list[tf.Tensor], dict]:
+        """Whether each call agrees, and the values of the whole batch with their masks, for the calls that follow."""
+        self._whole = {key: _masked(*pair) for key, pair in given.items()}
+        for key in sorted(self._by_rows):
+            self._halve(key)
+        agree = [self._agrees(call) for call in calls]
+        is_last = calls[-1] is self._calls[-1]
+        return agree, {} if is_last else {key: (value, get_mask(value)) for key, value in self._whole.items()}
 
     def _agrees(self, call: model_graph.Call) -> tf.Tensor:
         """Whether a call computes from the halves what it computes from the whole: results, losses and state."""
@@ -115,7 +132,7 @@ class _Trial:
             found += [self._is_equal(tensor) for tensor in made]
             found += [*_losses_agree(whole, halves), *_states_agree(whole, halves)]
         for tensor in made:
-            self._halve(tensor)
+            self._halve(id(tensor))
         return tf.reduce_all(found)
 
     def _is_equal(self, tensor) -> tf.Tensor:
@@ -124,16 +141,28 @@ class _Trial:
             return tf.constant(True)
         return _is_close(whole, tf.concat([half[id(tensor)] for half in self._halves], 0))
 
-    def _halve(self, tensor) -> None:
+    def _halve(self, key: int) -> None:
         """Takes the halves of a value from the whole, so that the next call is not blamed for mixing in this one."""
-        value = self._whole[id(tensor)]
+        self._by_rows.add(key)
+        value = self._whole[key]
         rows = _ROWS if value is None else value.shape[0]
         if rows != _ROWS:
-            self._other_rows.add(id(tensor))
+            self._other_rows.add(key)
         for at, half in enumerate(self._halves):
-            half.pop(id(tensor), None)
+            half.pop(key, None)
             if rows is not None and rows % 2 == 0:
-                half[id(tensor)] = _rows_of(value, at * rows // 2, rows // 2)
+                half[key] = _rows_of(value, at * rows // 2, rows // 2)
+
+
+def _variables(calls: list[model_graph.Call]) -> list[keras.Variable]:
+    return [variable for call in calls for layer in call.layers for variable in layer.variables]
+
+
+def _masked(value, mask):
+    """A value with a mask of Keras's, or without one."""
+    if mask is not None:
+        set_mask(value, mask)
+    return value
 
 
 class _Scope(StatelessScope):
