@@ -130,6 +130,15 @@ def test_nested_models_and_models_of_keras_alone():
     assert stock_model(stock) is stock
 
 
+def test_a_layer_that_keras_lacks_is_named(tmp_path, caplog):
+    layers = [keras.Input((4, 8)), models.Recompute(tfgpu.layers.MixtureOfExperts(2, 8)), keras.layers.Dense(1)]
+    save_stock_model(keras.Sequential(layers), tmp_path / "model.keras")
+    assert "opens only where tfgpu is installed" in caplog.text and "MixtureOfExperts" in caplog.text
+    caplog.clear()
+    save_stock_model(keras.Sequential([layers[0], models.Recompute(layers[2])]), tmp_path / "model.keras")
+    assert not caplog.records
+
+
 @pytest.mark.slow
 def test_a_sharded_model_is_written_by_slices(tmp_path, monkeypatch):
     monkeypatch.setattr(slice_writer, "_SLICE_BYTES", 64)

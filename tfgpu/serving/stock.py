@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ from tfgpu.core.state import slice_writer
 from tfgpu.core.state.sharded_variable import ShardedVariable, merged
 from tfgpu.models.layers import ClassToken, PositionEmbedding
 from tfgpu.models.recompute import Recompute
+from tfgpu.parallel.model_graph import layers_within
 
 _OURS = "tfgpu"
+_log = logging.getLogger(__name__)
 
 Layers = list[tuple[keras.layers.Layer, keras.layers.Layer]]
 """Layers, each with its counterpart in the copy."""
@@ -29,7 +32,8 @@ def stock_model(model: keras.Model) -> keras.Model:
 
     `Recompute` becomes what it wraps; a class token and learned positions become layers of Keras with the same outputs.
     A schedule of tfgpu's becomes the learning rate as it is now, and a metric that Keras lacks (`Perplexity`) is left
-    out. With an optimizer that Keras lacks (`LARS`), the copy is not compiled.
+    out. With an optimizer that Keras lacks (`LARS`), the copy is not compiled. `MixtureOfExperts`, which Keras lacks,
+    stays, and a warning says so.
 
     Args:
         model: a built model. Classes that are neither Keras's nor tfgpu's stay as they are.
@@ -48,6 +52,7 @@ def stock_model(model: keras.Model) -> keras.Model:
         return model
     with tf.init_scope(), tf.device("CPU:0"):
         made, layers = _copy(model)
+        _say_what_stays(made)
         for layer, new in layers:
             new.set_weights(_weights(layer))
         if _compile_as(model, made):
@@ -76,6 +81,7 @@ def save_stock_model(model: keras.Model, path: str | os.PathLike) -> None:
     with tf.init_scope(), tf.device("CPU:0"):
         with variables.deferred():
             made, layers = _copy(model)
+        _say_what_stays(made)
         for layer, new in layers:
             sources |= {id(each): held for each, held in zip(new.weights, _sources(layer), strict=True)}
         if _compile_as(model, made):
@@ -138,6 +144,21 @@ def _compile_as(model: keras.Model, made: keras.Model) -> bool:
         return False
     made.compile(**keras.saving.deserialize_keras_object(settings))
     return True
+
+
+def _say_what_stays(made: keras.Model) -> None:
+    """Names the classes of tfgpu's that a copy still has."""
+    found = sorted({type(layer).__name__ for layer in layers_within(made).values() if _is_tfgpus(type(layer))})
+    if found:
+        _log.warning(
+            "The file of %r opens only where tfgpu is installed: Keras has no counterpart of %s.",
+            made.name,
+            ", ".join(found),
+        )
+
+
+def _is_tfgpus(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == _OURS
 
 
 def _copy(model: keras.Model) -> tuple[keras.Model, Layers]:
