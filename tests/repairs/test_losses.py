@@ -282,15 +282,14 @@ def test_a_hand_written_loop_counts_what_no_mask_hides(strategy):
 
 
 @pytest.mark.parametrize("form", ["cond", "function"])
-def test_a_loss_where_replicas_cannot_communicate_is_no_error(strategy, form):
+def test_a_loss_in_a_condition_or_a_function_knows_its_share_of_the_rows(strategy, form):
     def wrap(call):
         if form == "function":
             return tf.function(call)
         return lambda y, prediction: tf.cond(tf.reduce_sum(y) > -1, lambda: call(y, prediction), lambda: 0.0)
 
     _, value = by_own_loop(strategy, keras.losses.MeanSquaredError(), (X, Y), wrap=wrap)
-    # A condition still knows the share of the rows; a tf.function of its own does not, as in stock Keras.
-    assert value == pytest.approx(0.84 / 3 if form == "cond" else 0.84 / 4, abs=1e-6)
+    assert value == pytest.approx(0.84 / 3, abs=1e-6)
 
 
 @pytest.mark.parametrize(("knows", "count"), [(False, 8.0), (True, 1.0)])

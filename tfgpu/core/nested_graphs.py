@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat.patch import wrap, wrapped
-from tfgpu.core import collectives, step_context
+from tfgpu.core import batch_rows, collectives, step_context
 from tfgpu.core.replication import replica_context
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
@@ -25,13 +25,14 @@ def inline_functions() -> None:
     """Traces a `@tf.function` (a layer's `call`, a `train_step`) into the step that calls it.
 
     TensorFlow makes a separate graph for it, in which `merge_call` fails: a BatchNormalization or an optimizer in it
-    could not communicate with the other replicas. A function with `jit_compile=True` stays separate, for XLA.
+    could not communicate with the other replicas, and a loss would not know its share of the rows. The same goes for a
+    function that `strategy.run` runs. One with `jit_compile=True` stays separate, for XLA.
     """
 
     @wrap("Function.__call__")
     def call(stock, self, *args, **kwargs):
         is_tried = step_context.current().is_trying and tf.executing_eagerly()  # its numbers are looked at
-        in_step = step_context.step() is not None and not tf.executing_eagerly()
+        in_step = not tf.executing_eagerly() and (step_context.step() is not None or batch_rows.can_communicate())
         if _stays_whole.get() or not (is_tried or in_step) or private.asks_for_xla(self):
             with _stays_whole.set_to(False):
                 return stock(self, *args, **kwargs)
