@@ -1,4 +1,4 @@
-"""`strategy.experimental_distribute_dataset` on several workers: each makes its rows of each batch alone.
+"""`strategy.experimental_distribute_dataset`: each worker makes its rows of each batch alone, of sparse tensors too.
 
 TensorFlow lets every worker make whole batches, cuts each into one piece per replica and drops those of the other
 workers. Where a dataset can be cut early, the pieces are made from the worker's own rows instead: the same pieces, also
@@ -24,16 +24,21 @@ _READERS = re.compile(r"_?(ArrayRecord|FixedLengthRecord|RecordIO|SSTable|TextLi
 
 
 def make_own_rows() -> None:
-    """Lets each worker make its own pieces of the data that a script distributes."""
+    """Lets each worker make its own pieces of the data that a script distributes, and replicas have no sparse rows."""
 
     @wrap("tf.distribute.Strategy.experimental_distribute_dataset")
     def experimental_distribute_dataset(stock, self, dataset, options=None):
         distributed = stock(self, dataset, options)
-        if tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset) and replication.spans_processes(self):
-            if distribute.num_workers(self) > 1 and _is_cut_by_rows(dataset):
-                spec = distribute.pieces_of(distributed).element_spec
-                if (pieces := own_pieces(dataset, ranges_of(self), spec)) is not None:
-                    distribute.set_pieces(distributed, pieces)
+        is_cut = tf.executing_eagerly() and replication.is_replicated(self)
+        if not (is_cut and isinstance(dataset, tf.data.Dataset)):
+            return distributed
+        is_spread = replication.spans_processes(self) and distribute.num_workers(self) > 1
+        is_sparse = any(isinstance(each, tf.SparseTensorSpec) for each in tf.nest.flatten(dataset.element_spec))
+        if (is_spread and _is_cut_by_rows(dataset)) or (is_sparse and not is_spread):
+            spec = distribute.pieces_of(distributed).element_spec
+            made = sparse_pieces if is_sparse else own_pieces
+            if (pieces := made(dataset, ranges_of(self), spec)) is not None:
+                distribute.set_pieces(distributed, pieces)
         return distributed
 
 
@@ -56,15 +61,46 @@ def own_pieces(dataset: tf.data.Dataset, ranges: Ranges, spec: object) -> tf.dat
     return made if made.element_spec == spec else None
 
 
+def sparse_pieces(dataset: tf.data.Dataset, ranges: Ranges, spec: object) -> tf.data.Dataset | None:
+    """One worker's pieces of each batch with sparse tensors, as TensorFlow cuts them if there are enough rows.
+
+    TensorFlow fails where a replica gets none: "Serialized sparse should have at least 1 serialized tensor".
+    Arguments as for `own_pieces`.
+    """
+    if not all(isinstance(each, (tf.TensorSpec, tf.SparseTensorSpec)) for each in tf.nest.flatten(spec)):
+        return None
+    all_shards = Ranges(tuple(range(ranges.count)), ranges.count, is_even=False)
+
+    @tf.autograph.experimental.do_not_convert
+    def parted(*element):
+        batch = element if isinstance(dataset.element_spec, tuple) else element[0]
+        total = worker_rows.rows_in(tf.nest.flatten(batch)[0])
+        places = all_shards.own(tf.convert_to_tensor(total))
+        return _pieces([places[at] for at in ranges.shards], spec, batch)
+
+    made = dataset.flat_map(parted).prefetch(len(ranges.shards)).with_options(dataset.options())
+    return made if made.element_spec == spec else None
+
+
 @tf.autograph.experimental.do_not_convert
 def _parted(ranges: Ranges, spec: object, rows: object, total: tf.Tensor) -> tf.data.Dataset:
-    starts, sizes = zip(*ranges.own(total), strict=True)
+    return _pieces(ranges.own(total), spec, rows)
+
+
+def _pieces(places: list[tuple], spec: object, rows: object) -> tf.data.Dataset:
+    """Pieces of rows: of each, where it begins and its length."""
+    starts, sizes = zip(*places, strict=True)
 
     @tf.autograph.experimental.do_not_convert
     def piece(start, size):
-        return tf.nest.map_structure(
-            lambda value, each: tf.ensure_shape(value[start : start + size], each.shape), rows, spec
-        )
+        def cut(value, each):
+            found = worker_rows.sliced(value, start, size)
+            if not isinstance(found, tf.SparseTensor):
+                return tf.ensure_shape(found, each.shape)
+            found.set_shape(each.shape)
+            return found
+
+        return tf.nest.map_structure(cut, rows, spec)
 
     return tf.data.Dataset.from_tensor_slices((list(starts), list(sizes))).map(piece)
 
