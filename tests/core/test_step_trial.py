@@ -71,6 +71,21 @@ class Floors(ByTape):
         return [each * tf.maximum(1.0, 1e-2 / norm) for each in gradients]
 
 
+class RateByLoss(ByTape):
+    """The optimizer's update reads what the step has assigned just before."""
+
+    def loss_of(self, y, outputs):
+        loss = super().loss_of(y, outputs)
+        self.optimizer.learning_rate.assign(0.1 * loss)
+        return loss
+
+
+class RateByCount(ByTape):
+    def changed(self, gradients):
+        self.optimizer.learning_rate.assign(0.5 / (1 + tf.cast(self.optimizer.iterations.value, "float32")))
+        return gradients
+
+
 class Decays(ByTape):
     """Adds something of its own to the gradients: by rows."""
 
@@ -148,10 +163,13 @@ def test_a_step_by_rows_on_pieces_of_the_weights(kind, caplog):
         (ByBound, verdicts.ON_ALL_ROWS),
         pytest.param(Floors, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
         pytest.param(Skips, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
+        (RateByLoss, verdicts.ON_ALL_ROWS),
+        pytest.param(RateByCount, verdicts.BY_ROWS, marks=pytest.mark.slow),
         (Decays, verdicts.BY_ROWS),
     ],
 )
-def test_what_a_step_would_do_with_large_and_small_gradients(kind, verdict):
+def test_what_an_update_would_do(kind, verdict):
+    """Gradients may be large or small, and the rate may be assigned."""
     strategy = two_devices()
     fitted(made(kind, strategy))
     assert verdict_of(strategy) == verdict

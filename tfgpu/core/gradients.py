@@ -157,8 +157,9 @@ def _sum_before(owner: type) -> None:
 
         @wrap(owner, "apply")
         def apply(stock, self, grads, trainable_variables=None):
-            if (recorder := step_context.current().recorder) is not None:
-                return recorder.note_update(list(grads))
+            recorder = step_context.current().recorder  # autograph, which converts an override, knows no `:=`
+            if recorder is not None:
+                return recorder.note_update(list(grads), self)
             if replication.replica_context() is None or step_context.gradients_are_summed():
                 return stock(self, grads, trainable_variables)
             with _summed(self, list(grads), trainable_variables) as (sums, variables):
@@ -168,8 +169,9 @@ def _sum_before(owner: type) -> None:
 
         @wrap(owner, "apply_gradients")
         def apply_gradients(stock, self, grads_and_vars, *args, **kwargs):
-            if (recorder := step_context.current().recorder) is not None:
-                return recorder.note_update([gradient for gradient, _ in grads_and_vars])
+            recorder = step_context.current().recorder
+            if recorder is not None:
+                return recorder.note_update([gradient for gradient, _ in grads_and_vars], self)
             if replication.replica_context() is None or step_context.gradients_are_summed():
                 return stock(self, grads_and_vars, *args, **kwargs)
             grads, variables = map(list, zip(*grads_and_vars, strict=True))

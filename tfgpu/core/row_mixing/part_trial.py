@@ -272,6 +272,8 @@ class Trial:
             found = [part.assigned.get(key, unchanged).after for part in parts]
             noisy = again.assigned.get(key, unchanged).after
             ways = self._ways_of(variable, found, parts)
+            if key in whole.of_optimizers:  # the update uses each replica's own value
+                ways = {"same": found[0]}
             after = [variable.after]
             ways = {way for way, value in ways.items() if comparison.are_close(after, [value], [noisy], close)}
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
@@ -372,7 +374,8 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, nones: S
     """A tensor of drawn rows for a spec, or `_UNKNOWN` where none can be drawn."""
     if spec is None or isinstance(spec, (NoneTensorSpec, tf.OptionalSpec)):
         return None
-    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+    is_sparse = isinstance(spec, tf.SparseTensorSpec)
+    if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) or spec.shape.rank is None:
         return _UNKNOWN
     known = [draws.UNKNOWN if size is None else size for size in spec.shape[1:]]
     shape = [rows, *known] if spec.shape.rank else []
@@ -386,6 +389,8 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, nones: S
         values = draw.random(shape) < 0.5
     else:
         return _UNKNOWN
+    if is_sparse:
+        return tf.sparse.from_dense(draws.cast(np.where(draw.random(shape) < 0.5, values, 0), spec.dtype))
     return draws.cast(values, spec.dtype)
 
 

@@ -57,6 +57,7 @@ class Recorder:
         scalar_states: the `id`s of the variables of those metrics.
         is_narrow: a layer that it calls computes in 16 bits.
         meetings: where the replicas of such a function would meet.
+        of_optimizers: the `id`s of variables of the optimizers that were called, such as the learning rate.
         scale: makes larger or smaller gradients of those that a tape takes, before the step sees them.
     """
 
@@ -86,6 +87,7 @@ class Recorder:
     is_narrow: bool = False
     meetings: "Meetings | None" = None
     scale: Callable | None = None
+    of_optimizers: set[int] = field(default_factory=set)
     _is_sum: bool = False
     _is_in_layer: bool = False
 
@@ -135,8 +137,9 @@ class Recorder:
         each = leaf.shape[0] // self.total
         return leaf[self.start * each : self.stop * each]
 
-    def note_update(self, gradients: list) -> None:
+    def note_update(self, gradients: list, optimizer: keras.optimizers.Optimizer) -> None:
         """An optimizer is to apply gradients."""
+        self.of_optimizers.update(map(id, optimizer.variables))
         weight = 1.0 if self._is_sum or self.parts else self.share
         self._is_sum = False
         if self.shards:
