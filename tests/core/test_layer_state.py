@@ -74,6 +74,34 @@ def _while(when, then):
 INSIDE = [_keras_cond, _cond, _switch, _while]
 
 
+class Table(keras.layers.Layer):
+    """Keeps the mean of each class's rows in a plain variable, and takes it from them."""
+
+    def build(self, shape):
+        self.table = tf.Variable(tf.ones((3, 1)), trainable=False)
+
+    def call(self, x, training=False):
+        places = tf.constant([[0], [2]])
+        if training:
+            self.table.scatter_nd_update(places, tf.stack([tf.reduce_mean(x, 0), tf.reduce_max(x, 0)]))
+            self.table.scatter_nd_add(places[:1], [[1.0]])
+            self.table.scatter_nd_sub(places[1:], [[0.5]])
+        return x - self.table.gather_nd([[0]]) - self.table.sparse_read([2])
+
+
+def test_rows_of_a_variable_of_tensorflow():
+    def kept(strategy):
+        with strategy.scope():
+            table = Table()
+            model = keras.Sequential([keras.Input((1,)), table, keras.layers.Dense(1, kernel_initializer="ones")])
+            model.compile("sgd", "mse")
+        model.fit(X, X, batch_size=4, shuffle=False, verbose=0)
+        return [*np.ravel(table.table.numpy()), *np.ravel(model.layers[-1].kernel)]
+
+    one = kept(tf.distribute.get_strategy())
+    assert kept(tfgpu.strategy(devices=["CPU:0", "CPU:1"])) == pytest.approx(one, abs=1e-6)
+
+
 class FromInside(keras.layers.Layer):
     """Assigns a mean of its rows within a graph in which replicas cannot meet, and reads it after."""
 

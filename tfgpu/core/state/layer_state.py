@@ -43,6 +43,7 @@ from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, collectives, replication, step_context
+from tfgpu.core.state import variable_rows
 
 
 @dataclass
@@ -96,6 +97,7 @@ def assign_for_all() -> None:
     for layer in ("keras.layers.BatchNormalization", "keras.layers.SpectralNormalization"):
         _keep_own(layer, "call")
     _keep_own("SeedGenerator", "next")
+    variable_rows.reach_rows_of_replicated_variables()
 
 
 def _tell_own(variable, value: tf.Tensor) -> None:

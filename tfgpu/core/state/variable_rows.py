@@ -1,0 +1,36 @@
+"""`scatter_nd_add`, `scatter_nd_sub`, `scatter_nd_update`, `gather_nd` and `sparse_read` of a replicated `tf.Variable`.
+
+TensorFlow has them for one device's variables; on a replicated one they raise an error without a message.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfgpu.compat.patch import wrap
+
+_READS = {"gather_nd": tf.gather_nd, "sparse_read": tf.gather}
+
+
+def reach_rows_of_replicated_variables() -> None:
+    """Makes replicas read and assign rows of a variable, as one device does."""
+    for name in ("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update"):
+        _assign_whole(name, getattr(tf, f"tensor_{name}"))
+    for name, read in _READS.items():
+        _read_whole(name, read)
+
+
+def _assign_whole(name: str, changed: Callable) -> None:
+    @wrap(f"tf.Variable.{name}")
+    def scatter(stock, self, indices, updates, *args, **kwargs):
+        if not isinstance(self, tf.distribute.DistributedValues):
+            return stock(self, indices, updates, *args, **kwargs)
+        return self.assign(changed(tf.convert_to_tensor(self), indices, updates))
+
+
+def _read_whole(name: str, read: Callable) -> None:
+    @wrap(f"tf.Variable.{name}")
+    def rows(stock, self, indices, *args, **kwargs):
+        if not isinstance(self, tf.distribute.DistributedValues):
+            return stock(self, indices, *args, **kwargs)
+        return read(tf.convert_to_tensor(self), indices)
