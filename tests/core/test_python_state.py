@@ -183,3 +183,28 @@ def test_generators_and_counts_within_containers_slots_and_defaults():
     for place, value in zip(places, mine, strict=True):
         place.give(value)
     assert holder.noise.calls == holder.state["inner"]["calls"] == 1 and step() == second
+
+
+class OwnSGD(keras.optimizers.SGD):
+    def __init__(self):
+        super().__init__()
+        self.seen = ["a"]
+
+
+class OwnModule(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = ["a"]
+
+
+@pytest.mark.parametrize("kind", [OwnModule, OwnSGD])
+def test_lists_that_tensorflow_wraps(kind):
+    owner = kind()
+    kept = Kept([owner])
+    assert kept.changes() == []
+    owner.seen.append("b")
+    assert kept.changes() == ["seen"]
+    kept.put_back()
+    assert owner.seen == ["a"] and kept.changes() == []
+    owner.seen.append("c")
+    assert owner.seen == ["a", "c"]

@@ -334,3 +334,62 @@ def test_shuffled_numbers_of_rows_are_named():
     loop = Mixed(two_devices(unproven="refuse"))
     with pytest.raises(InputError, match="it shuffles the numbers of a batch's rows"):
         loop.run(eagerly=True)
+
+
+@pytest.mark.parametrize("kind", [tuple, pytest.param(dict, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [9, pytest.param(11, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_sparse_rows_fewer_than_replicas(rows, kind, caplog):
+    """TensorFlow cannot give a replica none of the rows of a sparse tensor."""
+
+    def trained(replicas):
+        devices = [f"CPU:{at}" for at in range(replicas)]
+        strategy = tfgpu.strategy("mirrored", devices=devices) if replicas > 1 else one_device()
+        with strategy.scope():
+            kernel, optimizer = tf.Variable(tf.fill((5, 3), 0.1)), keras.optimizers.SGD(0.1)
+            optimizer.build([kernel])
+            loss_of, mean = keras.losses.MeanSquaredError(), keras.metrics.Mean()
+
+        def step(batch):
+            x, y = (batch["x"], batch["y"]) if kind is dict else batch
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, tf.sparse.sparse_dense_matmul(x, kernel))
+            optimizer.apply_gradients([(tape.gradient(loss, kernel), kernel)])
+            mean.update_state(loss)
+
+        parts = tf.sparse.from_dense(np.where(X[:rows] > 0, X[:rows], 0)), Y[:rows]
+        data = tf.data.Dataset.from_tensor_slices(dict(zip("xy", parts, strict=True)) if kind is dict else parts)
+        run = tf.function(lambda batch: strategy.run(step, args=(batch,)))
+        for batch in strategy.experimental_distribute_dataset(data.batch(4)):
+            run(batch)
+        return kernel.numpy(), mean.result().numpy()
+
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        assert_alike(trained(1), trained(4 if rows == 11 else 2))
+    assert "could not be tried" not in caplog.text
+
+
+class Centralized(keras.optimizers.SGD):
+    """Takes the mean from each gradient of a kernel, as gradient centralization does."""
+
+    def apply_gradients(self, grads_and_vars):
+        pairs = [(gradient - tf.reduce_mean(gradient, 0), variable) for gradient, variable in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+class CentralizedInApply(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([gradient - tf.reduce_mean(gradient, 0) for gradient in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("kind", [Centralized, pytest.param(CentralizedInApply, marks=pytest.mark.slow)])
+def test_an_optimizer_that_changes_gradients_is_not_warned_about(kind, caplog):
+    def trained(strategy):
+        loop = Loop(strategy)
+        with strategy.scope():
+            loop.optimizer, loop.metrics = kind(0.1), []
+            loop.optimizer.build(loop.model.trainable_variables)
+        return loop.run()
+
+    with caplog.at_level(logging.WARNING):
+        assert_alike(trained(one_device()), trained(two_devices()))
+    assert not [record for record in caplog.records if record.name.startswith("tfgpu") or "AutoGraph" in record.msg]

@@ -21,6 +21,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.trackable import data_structures
 from tensorflow.python.util import tf_decorator
 
 from tfgpu.compat import slots
@@ -120,6 +121,11 @@ def python_function_of(function: Function) -> Callable:
     if isinstance(owner, tf_method_target.TfMethodTarget):
         found = types.MethodType(method.__func__, owner.target)
     return with_autograph(found) if function._autograph else found
+
+
+def stored_list(thing: object) -> object:
+    """The list in which TensorFlow's wrapper of a list attribute holds its elements; anything else as it is."""
+    return thing._storage if isinstance(thing, data_structures.ListWrapper) else thing
 
 
 def with_autograph(function: Callable) -> Callable:

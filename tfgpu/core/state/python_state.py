@@ -21,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import tensorflow as private
 from tfgpu.core.state import held_iterators, python_places
 from tfgpu.core.state.python_places import CONTAINERS, OF_KERAS, Cell, Content, Names, Place, SlotOf
 
@@ -200,10 +201,14 @@ class Kept:
     def _look_at_object(self, thing: Any) -> None:
         container = next((kind for kind in CONTAINERS if kind in type(thing).__mro__), None)
         if container is not None:
-            content = container(thing)
+            held = private.stored_list(thing)
+            content = container(held)
             self._left += content.values() if container is dict else content
-            same = functools.partial(python_places.is_same, python_places.base_of(thing, content))
-            self._contents[id(thing)] = Content(thing, container, python_places.refill, same, is_generator=False)
+            same = functools.partial(python_places.is_same, python_places.base_of(held, content))
+            self._contents[id(thing)] = Content(held, container, python_places.refill, same, is_generator=False)
+            if held is not thing:  # what TensorFlow's wrapper notes of changes goes with them
+                self._put_back.append(functools.partial(vars(thing).update, dict(vars(thing))))
+                return
         elif not self._is_open(thing):
             return
         if type(getattr(thing, "__dict__", None)) is dict:
