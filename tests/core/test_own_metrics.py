@@ -3,10 +3,12 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import ops
 
 import tfgpu
 from tfgpu import InputError
+from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
 
 X = np.random.default_rng(1).normal(size=(22, 5)).astype("float32")
 Y = (X[:, :1] + X[:, 1:2] > 0).astype("float32")
@@ -260,7 +262,6 @@ def test_a_loss_that_was_made_before_the_repairs(monkeypatch):
 
 @pytest.mark.slow
 def test_marks_settle_it(gathered, monkeypatch):
-    from tfgpu.core.row_mixing.loss_trial import LossTrial
     from tfgpu.core.row_mixing.own_metrics import MetricTrial
 
     monkeypatch.delattr(LossTrial, "run")
@@ -272,3 +273,23 @@ def test_marks_settle_it(gathered, monkeypatch):
     check(replicas=(2,), **marks)
     squares = tfgpu.on_all_rows(lambda y, p: ops.mean(ops.square(y - p), -1) + ops.mean(p))
     check(loss=lambda: squares, replicas=(2,))
+
+
+class Outliers(keras.losses.Loss):
+    """Compares rows where errors are larger than those of any ordinary drawn rows."""
+
+    def call(self, y_true, y_pred):
+        errors = ops.mean(ops.abs(y_true - y_pred), -1)
+        far = ops.cast(errors > 50.0, "float32")
+        return errors / (1.0 + ops.sum(far))
+
+
+class Capped(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.minimum(ops.mean(ops.abs(y_true - y_pred), -1), 50.0)
+
+
+@pytest.mark.parametrize(("kind", "needs"), [(Outliers, Needs.ALL_GIVES_ROWS), (Capped, Needs.ITS_ROWS)])
+def test_a_loss_is_tried_with_large_numbers(kind, needs):
+    loss, rows = kind(), (tf.zeros((4, 2)), tf.zeros((4, 2)))
+    assert LossTrial(loss.call, rows, loss).run() is needs

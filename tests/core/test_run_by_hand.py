@@ -206,7 +206,7 @@ def test_a_function_that_mixes_rows_is_refused_where_that_is_asked_for():
     [
         (Bounded, verdicts.NOT_AS_ONE),
         pytest.param(Floored, verdicts.NOT_AS_ONE, marks=pytest.mark.slow),
-        (BoundedTogether, verdicts.BY_ROWS),
+        pytest.param(BoundedTogether, verdicts.BY_ROWS, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_function_would_do_with_large_and_small_gradients(kind, verdict, caplog):

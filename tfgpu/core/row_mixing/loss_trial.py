@@ -16,6 +16,7 @@ from tfgpu.core.state import layer_state
 
 _ROWS = 6  # in parts of a third and two
 _MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `draws.SMALL` numbers
+_LARGE = 1e3
 _NOT_CLASSES = (*draws.NONES, math.nan)
 
 
@@ -207,6 +208,11 @@ class LossTrial:
                 drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
                 if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
                     yield [draws.cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
+        if labels is None:  # what waits for large numbers
+            drawn = [_LARGE * draws.values(draw, shape, "normal") for shape in shapes]
+            whole = [draws.values(draw, shape, "whole", below=classes) for shape in shapes]
+            pairs = zip(drawn, whole, self._tensors, strict=True)
+            yield [draws.cast(v if t.dtype.is_floating else w, t.dtype) for v, w, t in pairs]
 
     def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
         """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""
