@@ -214,7 +214,7 @@ class _Clock(keras.callbacks.Callback):
 def _fit(job: building.Job, dataset: tf.data.Dataset, epochs: int) -> list[float]:
     """Trains one warm-up epoch and then `epochs`; returns the seconds of each."""
     clock = _Clock()
-    job.trainer.fit(dataset, epochs=epochs + 1, callbacks=[clock], shuffle=False, verbose=0)
+    job.model.fit(dataset, epochs=epochs + 1, callbacks=[clock], shuffle=False, verbose=0)
     return clock.seconds[1:]
 
 

@@ -138,7 +138,7 @@ def _train(job: Any, batch: Any, steps: int, epochs: int, *, validation: Any = N
         def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
             ended.append(time.perf_counter())
 
-    job.trainer.fit(
+    job.model.fit(
         batch,
         validation_data=validation,
         validation_freq=[1] if validation is not None else 1,

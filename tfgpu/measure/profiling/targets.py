@@ -68,7 +68,7 @@ def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **wi
         job = building.build(what, cluster)
         with profile(folder, ends=True, **window) as session:
             session.batch = what.global_batch
-            job.trainer.fit(job.data.train, epochs=_EPOCHS, shuffle=False, verbose=0)
+            job.model.fit(job.data.train, epochs=_EPOCHS, shuffle=False, verbose=0)
     return _end(session, name)
 
 
