@@ -52,7 +52,7 @@ def measure_here(name: str) -> dict[str, float]:
     import tensorflow as tf
 
     import tfgpu
-    from tfgpu.core.row_mixing import step_trial
+    from tfgpu.core.row_mixing.trials import step_trial
 
     tfgpu.environment.set_logical_devices(2)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfgpu.core.row_mixing import comparison, isolation
+from tfgpu.core.row_mixing.trials import comparison, isolation
 
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 

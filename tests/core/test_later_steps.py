@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfgpu
-from tfgpu.core.row_mixing.part_trial import Trial
-from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.row_mixing.trials.part_trial import Trial
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 from tfgpu.core.state import layer_state
 from tfgpu.core.state.trial_scope import Apart
 

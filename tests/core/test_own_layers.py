@@ -363,7 +363,7 @@ def test_inputs_by_name():
 
 @pytest.mark.slow
 def test_equal_layers_are_tried_once(monkeypatch):
-    from tfgpu.core.row_mixing.layer_trial import LayerTrial
+    from tfgpu.core.row_mixing.trials.layer_trial import LayerTrial
 
     class Fresh(Block):
         pass
@@ -457,7 +457,7 @@ def test_sparse_rows_are_computed_by_rows_and_warned_about(caplog, monkeypatch):
 
 @pytest.mark.slow
 def test_marks_settle_it(gathered, monkeypatch):
-    from tfgpu.core.row_mixing.layer_trial import LayerTrial
+    from tfgpu.core.row_mixing.trials.layer_trial import LayerTrial
 
     monkeypatch.delattr(LayerTrial, "run")
 

@@ -8,7 +8,7 @@ from keras import ops
 
 import tfgpu
 from tfgpu import InputError
-from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
+from tfgpu.core.row_mixing.trials.loss_trial import LossTrial, Needs
 
 X = np.random.default_rng(1).normal(size=(22, 5)).astype("float32")
 Y = (X[:, :1] + X[:, 1:2] > 0).astype("float32")

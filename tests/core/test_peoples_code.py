@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfgpu
-from tfgpu.core.row_mixing.isolation import Sandbox
-from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.row_mixing.trials.isolation import Sandbox
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 11)

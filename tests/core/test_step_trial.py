@@ -9,7 +9,8 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
-from tfgpu.core.row_mixing import draws, step_trial, verdicts
+from tfgpu.core.row_mixing import verdicts
+from tfgpu.core.row_mixing.trials import draws, step_trial
 from tfgpu.errors import InputError
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")

@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
-from tfgpu.core.row_mixing import layer_trial, loss_trial, own_metrics, part_trial, verdicts
+from tfgpu.core.row_mixing import own_metrics, verdicts
+from tfgpu.core.row_mixing.trials import layer_trial, loss_trial, part_trial
 from tfgpu.core.trial_cache import code_digest, store
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,7 +14,7 @@
 - `after_callbacks`: `after(callbacks, name, at)` is called when all callbacks have had that hook: `on_train_begin`,
   `on_train_batch_end`, `on_test_batch_end` or `on_epoch_end`; `at` is the last step that ran, the epoch, or None.
 - `trial_weights`: `stand_ins(model)` returns what stands in for weights of which each replica holds a piece when the
-  model's step is tried (`row_mixing.weights_in_pieces.TrialWeights`), or None.
+  model's step is tried (`row_mixing.trials.weights_in_pieces.TrialWeights`), or None.
 - `verdict_listeners`: `listen(piece)` hears what was found of each piece of a step (`row_mixing.verdicts.Piece`).
 """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tfgpu.core.batch_rows import GivenRows
     from tfgpu.core.randomness.row_draws import DrawShard
     from tfgpu.core.randomness.trace_choices import Choices
-    from tfgpu.core.row_mixing.step_recorder import Recorder
+    from tfgpu.core.row_mixing.trials.step_recorder import Recorder
     from tfgpu.core.row_mixing.whole_batch import WholeBatch
     from tfgpu.core.step_blocks import Run
     from tfgpu.core.traffic import Sent

@@ -30,7 +30,7 @@ from tfgpu.core import (
 from tfgpu.core.feed import read_ahead, sharded_dataset
 from tfgpu.core.loop_builder import TOGETHER, LoopBuilder, LoopKind, Updates
 from tfgpu.core.metric_logs import LogReader
-from tfgpu.core.row_mixing import step_trial
+from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.state import takeover
 from tfgpu.core.step_blocks import Block
 from tfgpu.core.workers import ledger

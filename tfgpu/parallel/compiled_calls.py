@@ -28,7 +28,7 @@ from tfgpu.compat.keras import (
     tree,
 )
 from tfgpu.core import extensions, logits, replication, step_context
-from tfgpu.core.row_mixing import isolation
+from tfgpu.core.row_mixing.trials import isolation
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 

@@ -12,8 +12,9 @@ from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, replication, step_context
 from tfgpu.core.feed import sharded_dataset
-from tfgpu.core.row_mixing import predictions, step_trial
-from tfgpu.core.row_mixing.step_trial import Predictions
+from tfgpu.core.row_mixing import predictions
+from tfgpu.core.row_mixing.trials import step_trial
+from tfgpu.core.row_mixing.trials.step_trial import Predictions
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

@@ -4,15 +4,8 @@ import keras
 import tensorflow as tf
 
 from tfgpu.core import nested_graphs
-from tfgpu.core.row_mixing import (
-    all_rows,
-    coupled_losses,
-    own_layers,
-    own_metrics,
-    run_trial,
-    step_recorder,
-    whole_batch,
-)
+from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, whole_batch
+from tfgpu.core.row_mixing.trials import run_trial, step_recorder
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

@@ -19,7 +19,7 @@ from tfgpu.core import nested_graphs, replication, step_blocks, step_context, wo
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
 from tfgpu.core.dealing import sharing
 from tfgpu.core.feed import early_cut, read_ahead, shards_ahead
-from tfgpu.core.row_mixing import step_trial
+from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.workers import ledger
 
 

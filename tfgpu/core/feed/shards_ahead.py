@@ -12,7 +12,7 @@ from tfgpu.compat.device_iterators import Dealer, DeviceIterators, iterators_of
 from tfgpu.core import batch_sharding, extensions, replication, step_blocks
 from tfgpu.core.batch_sharding import ReplicaBatch
 from tfgpu.core.feed import read_ahead
-from tfgpu.core.row_mixing import step_trial
+from tfgpu.core.row_mixing.trials import step_trial
 
 
 def can_read_ahead(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> bool:

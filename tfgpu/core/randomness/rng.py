@@ -38,7 +38,8 @@ from tfgpu.core import batch_rows, batch_sharding, extensions, replica_attribute
 from tfgpu.core.randomness import row_draws, trace_choices, xla_numbers
 from tfgpu.core.randomness.row_draws import DrawShard, RowDraw
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
-from tfgpu.core.row_mixing import row_sums, step_recorder
+from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing.trials import step_recorder
 from tfgpu.errors import InputError
 
 

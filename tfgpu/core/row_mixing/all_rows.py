@@ -19,8 +19,9 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, extensions, replica_attributes, step_context
-from tfgpu.core.row_mixing import choices, gathering, row_sums, step_recorder, verdicts
-from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
+from tfgpu.core.row_mixing import choices, gathering, row_sums, verdicts
+from tfgpu.core.row_mixing.trials import step_recorder
+from tfgpu.core.row_mixing.trials.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError

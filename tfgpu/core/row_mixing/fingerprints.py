@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfgpu.compat import attributes
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
-from tfgpu.core.row_mixing.drawn_inputs import spec_of
+from tfgpu.core.row_mixing.trials.drawn_inputs import spec_of
 
 _PLAIN = (int, float, str, bool, bytes, type(None))
 _NAMES = ("name", "shared_object_id")

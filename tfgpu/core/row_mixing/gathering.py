@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.core import batch_rows, collectives, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import row_sums
-from tfgpu.core.row_mixing.drawn_inputs import rows_each
+from tfgpu.core.row_mixing.trials.drawn_inputs import rows_each
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
 

@@ -21,16 +21,9 @@ from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, replica_attributes, step_context
-from tfgpu.core.row_mixing import (
-    choices,
-    fingerprints,
-    gathering,
-    isolation,
-    layer_trial,
-    step_recorder,
-    verdicts,
-)
-from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
+from tfgpu.core.row_mixing import choices, fingerprints, gathering, verdicts
+from tfgpu.core.row_mixing.trials import isolation, layer_trial, step_recorder
+from tfgpu.core.row_mixing.trials.layer_trial import LayerTrial, Needs, Verdict
 from tfgpu.core.state import layer_state, python_state
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError

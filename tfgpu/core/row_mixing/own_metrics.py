@@ -16,20 +16,11 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, replica_attributes, step_context
-from tfgpu.core.row_mixing import (
-    captures,
-    choices,
-    comparison,
-    draws,
-    fingerprints,
-    gathering,
-    isolation,
-    step_recorder,
-    verdicts,
-)
-from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
-from tfgpu.core.row_mixing.isolation import TrialShard
+from tfgpu.core.row_mixing import choices, fingerprints, gathering, verdicts
 from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation, step_recorder
+from tfgpu.core.row_mixing.trials.drawn_inputs import Drawn, DrawnInputs
+from tfgpu.core.row_mixing.trials.isolation import TrialShard
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 

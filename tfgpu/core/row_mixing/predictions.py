@@ -13,8 +13,9 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.randomness import row_draws, tensor_origin
-from tfgpu.core.row_mixing import gathering, own_layers, step_trial, whole_batch
-from tfgpu.core.row_mixing.step_trial import Predictions
+from tfgpu.core.row_mixing import gathering, own_layers, whole_batch
+from tfgpu.core.row_mixing.trials import step_trial
+from tfgpu.core.row_mixing.trials.step_trial import Predictions
 from tfgpu.core.sparse import index_origin, lookups
 from tfgpu.core.sparse.index_origin import Origin
 from tfgpu.errors import InputError

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.core import batch_rows, replication, step_context
-from tfgpu.core.row_mixing import choices, comparison
+from tfgpu.core.row_mixing import choices
+from tfgpu.core.row_mixing.trials import comparison
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
 

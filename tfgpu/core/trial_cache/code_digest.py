@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfgpu.compat import attributes, slots, training, variables
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
-from tfgpu.core.row_mixing.drawn_inputs import spec_of
+from tfgpu.core.row_mixing.trials.drawn_inputs import spec_of
 from tfgpu.core.trial_cache import libraries
 from tfgpu.core.trial_cache.libraries import Unknown
 

@@ -16,7 +16,8 @@ from tfgpu.compat import layers, slots
 from tfgpu.compat.keras import in_symbolic_scope, replaced_attributes, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import isolation, own_layers
+from tfgpu.core.row_mixing import own_layers
+from tfgpu.core.row_mixing.trials import isolation
 from tfgpu.errors import InputError
 from tfgpu.parallel.sequence import positions, ranks
 from tfgpu.parallel.tensor import split_rules

@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from tfgpu.compat import variables
 from tfgpu.core import extensions, step_context
-from tfgpu.core.row_mixing import comparison, draws
-from tfgpu.core.row_mixing.step_recorder import Recorder
-from tfgpu.core.row_mixing.weights_in_pieces import TrialWeights
+from tfgpu.core.row_mixing.trials import comparison, draws
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
+from tfgpu.core.row_mixing.trials.weights_in_pieces import TrialWeights
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.state.trial_scope import Apart
 

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core.row_mixing import captures, comparison, draws, isolation
-from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
+from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
+from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.state.python_state import GLOBAL_DRAWS
 from tfgpu.core.state.trial_scope import Assigned
 from tfgpu.errors import InputError

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfgpu.compat import variables
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
 from tfgpu.core.state import layer_state
 
 _ROWS = 6  # in parts of a third and two

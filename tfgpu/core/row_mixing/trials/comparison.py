@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core.row_mixing.isolation import TrialShard
-from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
+from tfgpu.core.row_mixing.trials.isolation import TrialShard
+from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.state import layer_state
 
 CLOSE = 2e-5

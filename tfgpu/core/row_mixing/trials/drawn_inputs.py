@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfgpu.compat import keras as private
 from tfgpu.core import batch_rows, step_context
-from tfgpu.core.row_mixing import draws
-from tfgpu.core.row_mixing.isolation import TrialShard, shards_of
+from tfgpu.core.row_mixing.trials import draws
+from tfgpu.core.row_mixing.trials.isolation import TrialShard, shards_of
 
 _ROWS = (7, 8)  # the second for what takes an even number
 _UNEVEN = 0.05, 4.0

@@ -21,22 +21,17 @@ from tfgpu.compat import layers, slots, training
 from tfgpu.core import nested_graphs, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.replica_attributes import PythonState
-from tfgpu.core.row_mixing import (
-    choices,
-    comparison,
-    row_sums,
-    verdicts,
-    weights_in_pieces,
-)
-from tfgpu.core.row_mixing.draws import given_rows
-from tfgpu.core.row_mixing.part_trial import (
+from tfgpu.core.row_mixing import choices, row_sums, verdicts
+from tfgpu.core.row_mixing.trials import comparison, weights_in_pieces
+from tfgpu.core.row_mixing.trials.draws import given_rows
+from tfgpu.core.row_mixing.trials.part_trial import (
     CLOSE_IN_16_BITS,
     CannotTry,
     Trial,
     Tried,
     drawn_batches,
 )
-from tfgpu.core.row_mixing.step_recorder import ROWS, Recorder
+from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import store
 from tfgpu.errors import InputError

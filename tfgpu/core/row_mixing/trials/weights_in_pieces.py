@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.core import extensions
-from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 from tfgpu.core.state.trial_scope import Apart
 
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.core import replication, step_context
-from tfgpu.core.row_mixing.step_recorder import Recorder
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 from tfgpu.core.state import layer_state, python_state
 from tfgpu.core.state.trial_scope import Apart
 from tfgpu.core.step_context import RowRange, Step

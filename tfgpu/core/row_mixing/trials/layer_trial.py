@@ -16,10 +16,11 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
 from tfgpu.core import nested_graphs, step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation
-from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
-from tfgpu.core.row_mixing.isolation import TrialShard
+from tfgpu.core.row_mixing import choices
 from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
+from tfgpu.core.row_mixing.trials.drawn_inputs import Drawn, DrawnInputs
+from tfgpu.core.row_mixing.trials.isolation import TrialShard
 from tfgpu.core.state import layer_state, python_state, sharded_variable
 
 _MOST = 1 << 20  # numbers of a variable up to which its values are looked at
