@@ -109,8 +109,9 @@ def git(folder, *words):
     return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_change_is_held_against_what_has_landed(tmp_path):
+def test_a_change_is_held_against_what_has_landed(tmp_path, monkeypatch):
     """In a repository of its own, with a copy of the script."""
+    monkeypatch.delenv("TFGPU_CI_BASE", raising=False)
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "turns.py").write_text(FILE.read_text())
     git(tmp_path, "init", "-q", "-b", "main")
