@@ -7,6 +7,8 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core.row_mixing.trials import comparison, isolation
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
+from tfgpu.core.state.trial_scope import Assigned
 
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 
@@ -152,3 +154,13 @@ def test_rows_of_numbers_can_travel():
     numbers, texts = tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.string)
     assert comparison.can_travel((numbers, None)) and not comparison.can_travel((numbers, texts))
     assert not comparison.can_travel(tf.RaggedTensorSpec([None, None]))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "are"),
+    [(0.0, 1.0, True), (0.0, np.nan, False), (np.nan, np.nan, True), (np.inf, np.inf, True), (0, 1, True)],
+)
+def test_a_variable_that_becomes_nan_hides_what_differs(before, after, are):
+    found = Recorder(1.0, 0, 7)
+    found.assigned["mean"] = Assigned("mean", "sum", np.array(before), np.array(after))
+    assert comparison.are_numbers(found) is are

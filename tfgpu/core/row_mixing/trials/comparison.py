@@ -148,9 +148,16 @@ def not_linear(none: Recorder, once: Recorder, run: Recorder, times: float, clos
 
 
 def are_numbers(found: Recorder) -> bool:
-    """Whether the gradients, logs and outputs of a run are finite."""
+    """Whether the gradients, logs and outputs of a run are finite, and no variable has become NaN, which hides all."""
     gradients = [each for update in found.updates for each in update if each is not None]
-    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])
+    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs]) and not any(
+        _has_nan(each.after) and not _has_nan(each.before) for each in found.assigned.values()
+    )
+
+
+def _has_nan(value: np.ndarray) -> bool:
+    numbers = _numbers(value)
+    return numbers.dtype.kind == "f" and bool(np.isnan(numbers).any())
 
 
 def array(tensor: tf.Tensor) -> np.ndarray:

@@ -203,20 +203,19 @@ class Trial:
         return self._what_differs(whole, found, again, close=self._close) or ""
 
     def _and_in_size(self, found: str | None, batch) -> str | None:
-        """What differs, also where gradients are larger or smaller; that is asked once.
-
-        A clip, or an update that is left out, may wait for gradients larger than those of the drawn rows.
-        """
+        """What differs, also with larger and smaller gradients, for which a clip may wait; that is asked once."""
         if found != "" or not self._asks_for_sizes:
             return found
         self._asks_for_sizes, total = False, self._parts()[-1][1]
         is_narrow = self._close > comparison.CLOSE
-        for times in _SIZES[:1] if is_narrow else _SIZES:  # float16 has no smaller numbers
-            scales = [functools.partial(tf.math.scalar_mul, each) for each in (0.0, 1.0, times)]
-            runs = [self._recorded(batch, 0, total, scale=scale) for scale in scales]
-            differs = comparison.not_linear(*runs, times, self._close)
-            if differs is not None and not (is_narrow and not all(map(comparison.are_numbers, runs))):
-                differs = self._of_size(differs, batch, scales[-1])
+        sizes = (0.0, 1.0, *(_SIZES[:1] if is_narrow else _SIZES))  # float16 has no smaller numbers
+        scales = [functools.partial(tf.math.scalar_mul, each) for each in sizes]
+        none, once = (self._recorded(batch, 0, total, scale=scale) for scale in scales[:2])
+        for times, scale in zip(sizes[2:], scales[2:], strict=True):
+            run = self._recorded(batch, 0, total, scale=scale)
+            differs = comparison.not_linear(none, once, run, times, self._close)
+            if differs is not None and not (is_narrow and not all(map(comparison.are_numbers, (none, once, run)))):
+                differs = self._of_size(differs, batch, scale)
                 return differs and f"{differs}, where gradients are large or small,"
         return ""
 
