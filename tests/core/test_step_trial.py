@@ -81,6 +81,31 @@ class RateByLoss(ByTape):
         return loss
 
 
+class RateByFirst(ByTape):
+    """Its first part has the whole's first row."""
+
+    def loss_of(self, y, outputs):
+        self.optimizer.learning_rate.assign(0.1 * ops.abs(y[0, 0]))
+        return super().loss_of(y, outputs)
+
+
+class RateByFirstInCondition(ByTape):
+    def loss_of(self, y, outputs):
+        rate = 0.1 * ops.abs(y[0, 0])
+        tf.cond(rate < 9, lambda: ops.convert_to_tensor(self.optimizer.learning_rate.assign(rate)), lambda: 0.0)
+        return super().loss_of(y, outputs)
+
+
+class KeepsFirst(ByTape):
+    """Assigns to a variable that replicas average."""
+
+    def loss_of(self, y, outputs):
+        if not hasattr(self, "first"):
+            self.first = keras.Variable(0.0, aggregation="mean", trainable=False)
+        self.first.assign(y[0, 0])
+        return super().loss_of(y, outputs)
+
+
 class RateByCount(ByTape):
     def changed(self, gradients):
         self.optimizer.learning_rate.assign(0.5 / (1 + tf.cast(self.optimizer.iterations.value, "float32")))
@@ -165,15 +190,18 @@ def test_a_step_by_rows_on_pieces_of_the_weights(kind, caplog):
         pytest.param(Floors, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
         pytest.param(Skips, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
         (RateByLoss, verdicts.ON_ALL_ROWS),
+        pytest.param(RateByFirst, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
+        pytest.param(RateByFirstInCondition, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
+        pytest.param(KeepsFirst, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
         pytest.param(RateByCount, verdicts.BY_ROWS, marks=pytest.mark.slow),
         (Decays, verdicts.BY_ROWS),
     ],
 )
-def test_what_an_update_would_do(kind, verdict):
+def test_what_an_update_would_do(kind, verdict, caplog):
     """Gradients may be large or small, and the rate may be assigned."""
     strategy = two_devices()
     fitted(made(kind, strategy))
-    assert verdict_of(strategy) == verdict
+    assert verdict_of(strategy) == verdict and "could not be tried" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,8 @@ class Trial:
                 ways = {"same": found[0]}
             after = [variable.after]
             ways = {way for way, value in ways.items() if comparison.are_close(after, [value], [noisy], close)}
+            if not all(comparison.are_close(after, [each], [noisy], close) for each in found):
+                ways.discard("same")  # only the first part has the whole's value
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
                 ways = self._ways.get(owner, ways) & ways
