@@ -49,11 +49,11 @@ class Updates:
     since = 0
 
     def left(self) -> float:
-        """Remaining batches until these updates are due; infinite if they are."""
+        """How many batches come before these updates; infinite if the next batch already has them."""
         return float("inf")
 
     def is_due(self) -> bool:
-        """Whether the next batch is updated so."""
+        """Whether the next batch has these updates."""
         return self.left() == float("inf")
 
     def running(self) -> contextlib.AbstractContextManager:

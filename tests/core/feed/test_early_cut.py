@@ -276,7 +276,7 @@ def test_the_order_of_the_epochs_is_that_of_the_dataset():
             lambda: tf.data.Dataset.from_generator(lambda: iter([[1]]), tf.int32).prefetch(1),
             "is `from_generator`. Python",
         ),
-        (WHOLE["pads to the longest"], "is `padded_batch`. It pads a batch to its longest element"),
+        (WHOLE["pads to the longest"], "is `padded_batch`. It pads each batch to its longest element"),
         (WHOLE["nothing to do"], ""),
         (CUT["map"], ""),
     ],

@@ -18,7 +18,7 @@ _UNCOUNTED = frozenset({"root", "prefetch", "shuffle", "shuffle_and_repeat"})
 _READING = _UNCOUNTED | frozenset(
     "batch cache filter flat_map group_by_window interleave map padded_batch repeat scan skip take unbatch".split()
 )
-"""At the end of what they read they let go of it, and TensorFlow forgets what that has cost."""
+"""Stages that release their input when they have read all of it. TensorFlow then forgets what the input cost."""
 _LEAST = 0.01
 
 
@@ -51,7 +51,7 @@ def measure(
         batches: so many were read.
         cut: of the dataset; None if every worker makes all of it.
         stages: names of what every worker runs, the source first (`notes.names`).
-        seen: what they had cost, a batch, when the last of them had read almost all.
+        seen: their cost per batch, measured shortly before the last of them had read all.
     """
     nodes, top = datasets.costs_of(iterator)
     base = _base(nodes, top, cut)

@@ -42,8 +42,8 @@ class Obstacle(Enum):
         "if it looks at one row at a time"
     )
     LENGTH = (
-        "It pads a batch to its longest element, which is known when all are there. Give it `padded_shapes`: then a "
-        "worker makes its own elements only"
+        "It pads each batch to its longest element, so it needs all elements. With `padded_shapes`, each worker makes "
+        "only its own"
     )
     STRUCTURE = "It takes sparse or ragged tensors. Give it plain ones"
 
@@ -96,8 +96,8 @@ class Note:
 class _Measuring:
     """Waits for the first batches of a run.
 
-    A stage that has read all, such as a `shuffle` of all elements before its first batch, has forgotten what that took.
-    So a thread looks every now and then.
+    TensorFlow forgets what a stage's input cost once the stage has read all of it, as `shuffle` over a whole dataset
+    has before the first batch. So a thread reads the cost every 20 ms until it is reported.
     """
 
     def __init__(self, note: Note, run: step_blocks.Run):
