@@ -99,6 +99,27 @@ def test_a_checkpoint_is_written_only_where_all_are_equal(model_of, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-0000-step-0000004"]
 
 
+BACKUP = {"latest.weights.h5", "training_metadata.json"}
+STOCK = {
+    "an epoch": (lambda path: keras.callbacks.ModelCheckpoint(path / "{epoch}.keras"), 8, 16, {"1.keras"}),
+    "3 steps": (
+        lambda path: keras.callbacks.ModelCheckpoint(path / "{epoch}-{batch}.keras", save_freq=3),
+        *(9, 12, {"1-3.keras", "1-6.keras", "2-1.keras"}),
+    ),
+    "backup of an epoch": (keras.callbacks.BackupAndRestore, 8, 16, BACKUP),
+    "backup of 4 steps": (lambda path: keras.callbacks.BackupAndRestore(path, save_freq=4), 8, 12, BACKUP),
+}
+
+
+@pytest.mark.sample("3 steps", "backup of an epoch")
+@pytest.mark.parametrize(("save", "equal_at", "found_at", "files"), STOCK.values(), ids=[*STOCK])
+def test_keras_callbacks_save_only_where_all_are_equal(model_of, tmp_path, save, equal_at, found_at, files):
+    model = model_of(3, every=1000)
+    with pytest.raises(ReplicasDiffer, match=f"After step {found_at} .*; after step {equal_at} all were equal"):
+        fit(model, Flip("optimizer/0003", 2, 9, step=10), save(tmp_path), epochs=3)
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
 @pytest.mark.slow
 def test_of_two_that_differ_none_is_taken_for_right(model_of):
     model = model_of(2, every=1)

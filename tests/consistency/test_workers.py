@@ -45,6 +45,12 @@ said["saved"] = sorted(path.name for path in (folder / "run").iterdir())
 settings.choose(strategy, settings.Checks(2, goes_on=True))
 model = fresh()
 said["mended"] = fit(model)
+settings.choose(strategy, settings.Checks(1000))
+for name, every in {"epoch": "epoch", "steps": 2}.items():
+    path = str(folder / (name + "-{epoch}.weights.h5"))
+    save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=every)
+    said[name] = fit(fresh(), *([] if rank else [save]))  # on the chief alone
+said["files"] = sorted(path.name for path in folder.glob("*.h5"))
 said["rate"] = float(model.optimizer.learning_rate.numpy())
 said["weights"] = np.concatenate([w.ravel() for w in model.get_weights()]).tobytes().hex()
 print(json.dumps(said))
@@ -60,6 +66,8 @@ def test_a_worker_that_drifts_is_named_on_all_and_nothing_is_saved_after(togethe
         assert "After step 4 of this `fit`, worker 0 and worker 1 differ from each other, first in" in message
         assert variable.endswith("learning_rate") and step == 4
         assert answer["saved"] == ["epoch-0000-step-0000002"]
+        assert [answer[name][2] for name in ("epoch", "steps")] == [6, 4]
+        assert answer["files"] == ["steps-1.weights.h5"]
         assert answer["mended"] is None and answer["rate"] == pytest.approx(1e-3)
     assert answers["worker0"]["weights"] == answers["worker1"]["weights"]
 

@@ -40,6 +40,11 @@ def backup_epoch(callback: keras.callbacks.BackupAndRestore) -> int:
     return callback._current_epoch
 
 
+def batches_since_save(callback: keras.callbacks.Callback) -> int:
+    """How many batches a callback with `save_freq` has counted since it last saved."""
+    return getattr(callback, "_batches_seen_since_last_saving", 0)
+
+
 def traces_batches(callback: keras.callbacks.Callback) -> bool:
     """Whether a `TensorBoard` profiles batches."""
     return getattr(callback, "_should_trace", False)

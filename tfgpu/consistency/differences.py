@@ -78,7 +78,7 @@ def stop(found: Difference, paths: Sequence[str], devices: int | None, step: int
     said = message(found, paths, devices, step, equal_at)
     return ReplicasDiffer(
         f"{said} Either memory or a device failed (see `tfgpu doctor`), or one worker runs code that the others do "
-        "not, such as a callback. A `Checkpoint` is written only if all are equal: start the same command again to "
+        "not, such as a callback. Checkpoints are written only if all are equal: start the same command again to "
         "resume from the newest. To continue from the chief's weights instead, use "
         "`tfgpu.strategy(on_difference='chief')`.",
         replicas=found.replicas,

@@ -1,4 +1,4 @@
-"""Compares the replicas while `fit` runs: between blocks of steps, and before anything is saved.
+"""Compares the replicas while `fit` runs: between blocks of steps, and before a callback of tfgpu or Keras saves.
 
 A comparison takes time, so by default it is repeated so rarely that it takes at most `SHARE` of the training. On
 several workers all decide alike: from the number of steps, from times that all have agreed on.
@@ -7,6 +7,7 @@ several workers all decide alike: from the number of steps, from times that all 
 import hashlib
 import logging
 import time
+from collections.abc import Iterable
 
 import keras
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from tfgpu.compat import slots
 from tfgpu.compat.keras import tree
 from tfgpu.compat.variables import held
-from tfgpu.consistency import differences, digests, settings
+from tfgpu.consistency import differences, digests, settings, stock_saves
 from tfgpu.core import extensions, replication, step_blocks
 from tfgpu.core.state import broadcast, training_state
 from tfgpu.errors import ReplicasDiffer
@@ -32,6 +33,7 @@ class Watch:
     Args:
         model: the model that trains.
         checks: how often, and what becomes of a difference.
+        callbacks: of the `fit`.
 
     Attributes:
         steps: done in this `fit`.
@@ -39,8 +41,9 @@ class Watch:
         seconds: that they took, on the mean of the workers.
     """
 
-    def __init__(self, model: keras.Model, checks: settings.Checks):
+    def __init__(self, model: keras.Model, checks: settings.Checks, callbacks: Iterable = ()):
         self._model, self._checks, self._strategy = model, checks, model.distribute_strategy
+        self._saves = stock_saves.StockSaves(callbacks)
         self._spans = replication.spans_processes(self._strategy)
         self._cost: float | None = None
         self._last, self._since = None, 0.0
@@ -52,7 +55,7 @@ class Watch:
         return self._checks.every - self.steps % self._checks.every
 
     def after_block(self, steps: int, seconds: float) -> None:
-        """Compares if it is time to.
+        """Compares if it is time to, or if one of Keras's callbacks saves next.
 
         Args:
             steps: of the block.
@@ -64,8 +67,17 @@ class Watch:
             is_due = SHARE * self._since >= (self._first_cost() if self._cost is None else self._cost)
         else:
             is_due = self.steps // every > (self._last or 0) // every
-        if is_due:
+        if self._saves.come_after(steps) or is_due:
             self.compare()
+
+    def before_steps(self, block: object) -> None:
+        """Learns when Keras's callbacks save. On several workers, each must call it."""
+        self._saves.agree(self._strategy if self._spans else None)
+
+    def before_epoch_end(self) -> None:
+        """Compares if one of Keras's callbacks may save at the end of an epoch."""
+        if self._saves.at_epoch_end:
+            self.before_reading()
 
     def before_reading(self) -> None:
         """Compares, if steps have run since the last comparison. On several workers, each must call it."""
@@ -161,9 +173,11 @@ def _start(run: step_blocks.Run) -> None:
     if replication.local_training_of(strategy) is not None:
         return
     kept = slots.of(run.model)
-    watch = kept.replica_watch = Watch(run.model, checks)
+    watch = kept.replica_watch = Watch(run.model, checks, step_blocks.listed(run.arguments.get("callbacks")))
     run.exits.callback(setattr, kept, "replica_watch", None)
+    run.before_steps.append(watch.before_steps)
     run.after_block.append(watch.after_block)
+    run.epoch_ends.append(watch.before_epoch_end)
     if checks.every:
         run.ends.append(watch.left)
 

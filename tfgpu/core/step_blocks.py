@@ -136,6 +136,7 @@ class Run:
         before_steps: each is called once, with the first block, before its steps.
         after_block: each is called after a block of steps, with their number and the seconds that they took: all
             workers get the same numbers, on several workers the seconds of the block before.
+        epoch_ends: each is called after an epoch's steps and validation, before any callback's `on_epoch_end`.
         wants_to_stop: this worker has set `stop_training` within an epoch, and the others are to hear of it.
         stops: all workers stop after this block.
         looks_at_first_batch: something in `before_steps` looks at the whole first batch.
@@ -158,6 +159,7 @@ class Run:
     on_meeting: list[Callable[[tf.distribute.Strategy], None]] = field(default_factory=list)
     before_steps: list[Callable[[object], None]] = field(default_factory=list)
     after_block: list[Callable[[int, float], None]] = field(default_factory=list)
+    epoch_ends: list[Callable[[], None]] = field(default_factory=list)
     wants_to_stop: bool = False
     stops: bool = False
     looks_at_first_batch: bool = False
@@ -367,6 +369,9 @@ def _follow_callbacks() -> None:
 
     @wrap("CallbackList.on_epoch_end")
     def on_epoch_end(stock, self, epoch, logs=None):
+        run = current()
+        for act in run.epoch_ends if run is not None else ():
+            act()
         stock(self, epoch, logs)
         _after(self, "on_epoch_end", epoch)
 
