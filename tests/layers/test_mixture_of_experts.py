@@ -122,7 +122,7 @@ def test_each_expert_draws_for_itself_as_one_network_would():
         ({"num_experts": 0}, "num_experts"),
         ({"top_k": 5}, "at most the number of experts. Received: 5 of 4"),
         ({"capacity_factor": 0.0}, "or None for no limit"),
-        ({"balance_loss": -1.0}, "`balance_loss` is a factor of 0 or more"),
+        ({"balance_loss": -1.0}, "`balance_loss` must be 0 or more"),
     ],
 )
 def test_bad_settings_are_refused(how, words):

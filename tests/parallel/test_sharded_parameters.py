@@ -317,7 +317,7 @@ def test_a_mesh_that_has_data_alone_shards_a_model_that_was_made_elsewhere():
     assert {copy.device[-5:] for v in model.variables for copy in v.value.values} == {"CPU:0", "CPU:1", "CPU:2"}
     with pytest.raises(tfgpu.InputError, match="zero=3 shards the parameters along `data`"):
         apply(nested(), Mesh(data=2, pipeline=2), zero=3)
-    with pytest.raises(tfgpu.InputError, match="`zero` is 0, 1, 2 or 3"):
+    with pytest.raises(tfgpu.InputError, match="`zero` must be 0, 1, 2 or 3"):
         apply(nested(), Mesh(data=2), zero=4)
 
 

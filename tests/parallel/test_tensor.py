@@ -322,7 +322,7 @@ def called(model):
         (lambda: tensor(small(), devices=2, plan={"c": "column"}), "No layer of .* is called 'c'"),
         (lambda: tensor(small(), devices=2, plan={"a": "columns"}), "column"),
         (lambda: tensor(small(), devices=2, plan={"a": "heads"}), "a Dense like this cannot be split by heads"),
-        (lambda: tensor(small(), devices=2, plan="all"), "`plan` is 'auto', or patterns"),
+        (lambda: tensor(small(), devices=2, plan="all"), "`plan` must be 'auto', or patterns"),
         (lambda: tensor(small(activation="softmax"), devices=2), "depends on all outputs"),
         (
             lambda: tensor(small(kernel_constraint="max_norm"), devices=2, plan={"a": "column"}),

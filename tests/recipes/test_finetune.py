@@ -175,7 +175,7 @@ def spoil_config(preset):
 LACKING = {
     "no config": (lambda preset: (preset / "config.json").unlink(), "has no config.json"),
     "no JSON": (spoil_config, "is not a JSON object"),
-    "no kind": (lambda preset: (preset / "config.json").write_text("{}"), "neither of KerasHub nor of Hugging Face"),
+    "no kind": (lambda preset: (preset / "config.json").write_text("{}"), "from neither KerasHub nor Hugging Face"),
     "no tokenizer": (lambda preset: (preset / "tokenizer.json").unlink(), "has no tokenizer"),
     "no weights": (lambda preset: (preset / "model.weights.h5").unlink(), "has no model.weights.h5"),
     "many weights": (lambda preset: (preset / "model.weights.json").write_text("{}"), "max_shard_size=None"),

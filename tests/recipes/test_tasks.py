@@ -123,8 +123,8 @@ def test_nothing_is_held_back_if_nothing_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "settings", "message"),
     [
-        ({"y": PRICE}, {"validation": 0, "early_stopping": 3}, "looks at val_loss, and nothing is held back"),
-        ({"y": PRICE}, {"validation": 0, "schedule": "plateau"}, "schedule plateau looks at val_loss"),
+        ({"y": PRICE}, {"validation": 0, "early_stopping": 3}, "monitors val_loss, but nothing is held back"),
+        ({"y": PRICE}, {"validation": 0, "schedule": "plateau"}, "schedule plateau monitors val_loss"),
         ({"y": PRICE}, {"classes": 3}, "needs one class per example"),
         ({"y": PRICE}, {"task": "price=regression"}, "needs named targets"),
         ({"y": np.where(np.arange(COUNT) == 7, np.nan, PRICE)}, {}, "NaN or Inf in example 7"),

@@ -89,7 +89,7 @@ def test_keras_hub_loads_the_file(tmp_path):
     second.load_lora_weights(str(file))
     for each in (second, load_adapters(third, file)):
         np.testing.assert_array_equal(np.asarray(outputs(each)), np.asarray(outputs(first)))
-    with pytest.raises(InputError, match="is no model of KerasHub that|does not match"):
+    with pytest.raises(InputError, match="is not the KerasHub model that|does not match"):
         other, _ = models("gpt2", tmp_path / "other")
         backbone = other.from_preset(str(tmp_path / "other"))
         adapt(backbone, None)

@@ -234,7 +234,7 @@ class _Readers:
             transfer.send(self._strategy, self._rank, senders, sizes, mine, wanted)
             for file, where in wanted.items():
                 if streamed.hash_of(where) != manifest.files[file].sha256:
-                    raise MachineError(f"{file} of {path} was damaged on its way. Start again.")
+                    raise MachineError(f"{file} of {path} was damaged in transfer. Start again.")
 
         self._together(receive, f"Getting the files of {path}")
 

@@ -141,7 +141,7 @@ def tell(
     if found.generators and not is_eager:
         _log.warning(
             "%s draws from a generator of Python or NumPy (%s). This happens when TensorFlow traces the step, not in "
-            "each step: all steps get the same numbers, perhaps others than on one device. %s",
+            "each step: all steps get the same numbers, perhaps not those of one device. %s",
             name,
             _listed(found.generators),
             seed,

@@ -233,7 +233,9 @@ def _open(source: Any, reading: Reading, smoothing: float, service: str | None, 
     if service is not None:
         remote.check(examples)
     if examples.skipped and not quiet:
-        _log.warning("%s: skipped %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
+        _log.warning(
+            "%s: skipped %d corrupt example(s): %s", examples.name, len(examples.skipped), ", ".join(examples.skipped)
+        )
     return examples
 
 

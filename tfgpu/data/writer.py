@@ -74,7 +74,9 @@ def write_shards(
             "arrays or sample weights. Keep it in its own format, and pass it to `load`."
         )
     if examples.skipped:
-        _log.warning("%s: skipped %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
+        _log.warning(
+            "%s: skipped %d corrupt example(s): %s", examples.name, len(examples.skipped), ", ".join(examples.skipped)
+        )
     resized = image_size is not None
     _check_writable(examples, shards, resized)
     stem = _stem(examples.name if name is None else name)

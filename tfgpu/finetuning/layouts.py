@@ -97,7 +97,7 @@ def make(
         InputError: the layout needs several devices, or one process.
     """
     if microbatches is not None and name != "pipeline":
-        raise InputError(f"`microbatches` are a pipeline's. Received: layout={name}. Remove it.")
+        raise InputError(f"`microbatches` applies to a pipeline only. Received: layout={name}. Remove it.")
     if name in ("pipeline", "tensor"):
         if is_multi_worker:
             raise InputError(

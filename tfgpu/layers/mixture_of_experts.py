@@ -83,12 +83,14 @@ class MixtureOfExperts(keras.layers.Layer):
         for name, value in {"num_experts": num_experts, "intermediate_dim": intermediate_dim, "top_k": top_k}.items():
             whole_number(name, value)
         if top_k > num_experts:
-            raise InputError(f"`top_k` is at most the number of experts. Received: {top_k} of {num_experts} experts.")
+            raise InputError(
+                f"`top_k` must be at most `num_experts`. Received: {top_k} of {num_experts} experts."
+            )
         for name, value in {"balance_loss": balance_loss, "z_loss": z_loss}.items():
             if value < 0:
-                raise InputError(f"`{name}` is a factor of 0 or more. Received: {value!r}.")
+                raise InputError(f"`{name}` must be 0 or more. Received: {value!r}.")
         if capacity_factor is not None and capacity_factor <= 0:
-            raise InputError(f"`capacity_factor` is above 0, or None for no limit. Received: {capacity_factor!r}.")
+            raise InputError(f"`capacity_factor` must be above 0, or None for no limit. Received: {capacity_factor!r}.")
         self.num_experts, self.intermediate_dim, self.top_k = num_experts, intermediate_dim, top_k
         self.capacity_factor, self.normalize = capacity_factor, normalize
         self.balance_loss, self.z_loss = balance_loss, z_loss

@@ -57,7 +57,7 @@ class ChunkedCrossentropy(keras.losses.Loss):
         if chunk is not None:
             whole_number("chunk", chunk)
         if not 0 <= label_smoothing <= 1:
-            raise InputError(f"`label_smoothing` is from 0 to 1. Received: {label_smoothing!r}.")
+            raise InputError(f"`label_smoothing` must be from 0 to 1. Received: {label_smoothing!r}.")
         self.chunk, self.label_smoothing, self.ignore_class = chunk, label_smoothing, ignore_class
         heads.install()
         deferred_metrics.install()

@@ -105,7 +105,7 @@ def apply(
 
 def _check_zero(zero: int, mesh: Mesh) -> None:
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
-        raise InputError(f"`zero` is 0, 1, 2 or 3. Received: {zero!r}.")
+        raise InputError(f"`zero` must be 0, 1, 2 or 3. Received: {zero!r}.")
     if zero and mesh.data == 1:
         raise InputError(f"`zero` shards along `data`, where {mesh} has one device. Give it data=2 or more.")
     if zero == 3 and mesh.size > mesh.data:

@@ -95,7 +95,7 @@ class _Safetensors:
             kind = _DTYPES.get(view.get_dtype())
             if kind is None:
                 raise InputError(
-                    f"{self._path} has {name!r} as {view.get_dtype()}, which NumPy does not have. Convert the file."
+                    f"{self._path} has {name!r} as {view.get_dtype()}, a type that NumPy lacks. Convert the file."
                 )
             dtype = np.dtype(tf.as_dtype(kind).as_numpy_dtype)
             yield (

@@ -150,8 +150,9 @@ class ScheduledClosures:
         extra = int(self._model.optimizer.iterations) - self._before - self._steps
         if extra:
             _log.warning(
-                "Updates that workers applied and died before their closures were done: %d. Those closures ran again "
-                "elsewhere. `optimizer.iterations` counts updates; metrics count each example once.",
+                "%d updates came from workers that died before their closures were done. Those closures ran again "
+                "elsewhere, so these updates were applied twice. `optimizer.iterations` counts updates; metrics count "
+                "each example once.",
                 extra,
             )
 

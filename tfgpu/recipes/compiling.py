@@ -158,7 +158,7 @@ def check_monitors(recipe: Recipe, *, heads: Sequence[Head] = CLASSES, has_valid
             raise unknown(f"monitor of {where}", monitor, names)
         if not has_validation and monitor.startswith("val_"):
             raise InputError(
-                f"{where} looks at {monitor}, and nothing is held back for validation. Received: validation="
+                f"{where} monitors {monitor}, but nothing is held back for validation. Received: validation="
                 f"{recipe.validation:g}. Use --validation 0.1, or another monitor, such as {monitor[4:]}."
             )
 

@@ -89,8 +89,8 @@ def _named(model: keras.Model, found: Sequence[lora_layers.LoraLayer], biases: S
     converter = keras_hub.converter_of(model, config)
     if converter is None:
         raise InputError(
-            f"{model.name!r} is no model of KerasHub that {config.parent} becomes. Give its own folder, or use "
-            "format='keras'."
+            f"{model.name!r} is not the KerasHub model that {config.parent} converts to. Give the folder that it "
+            "was converted from, or use format='keras'."
         )
     if any(each.names[0] != "lora_kernel_a" for each in found):
         raise InputError(
@@ -168,9 +168,7 @@ def _factors(each: lora_layers.LoraLayer, kernel: KernelOf, hook, shape: Sequenc
         is_turned: the weight is (inputs, outputs).
     """
     if len(shape) != 2:
-        raise InputError(
-            f"The weight of {each.layer.path!r} has shape {tuple(shape)}; PEFT's LoRA is for matrices here."
-        )
+        raise InputError(f"The weight of {each.layer.path!r} has shape {tuple(shape)}; PEFT's LoRA needs a matrix.")
     places = _places(shape, hook, kernel.shape)
     first, second = np.divmod(places, shape[1])
     inputs, outputs = (first, second) if is_turned else (second, first)

@@ -64,7 +64,7 @@ def value_of(row: Mapping[str, float], monitor: str) -> float:
         return 1.0 - float(row["val_accuracy"])
     if monitor.startswith("val_") and not any(name.startswith("val_") for name in row):
         raise InputError(
-            f"A trial is judged by {monitor}, and nothing is held back for validation. Use --validation 0.1, "
+            f"A trial is judged by {monitor}, but nothing is held back for validation. Use --validation 0.1, "
             "or another monitor (--monitor loss)."
         )
     if monitor == "val_error":

@@ -160,9 +160,9 @@ class SharedPyDataset:
         held = self.own.ranges.rows(total)
         if batches.rows_of(found) != held:
             raise InputError(
-                f"`{self._spec.name}.rows` gave {batches.rows_of(found)} rows, where {held} were asked for. Batches "
-                "but the last must have as many rows as the first; else the class needs a method `num_rows(index)`, "
-                "which says how many a batch has."
+                f"`{self._spec.name}.rows` gave {batches.rows_of(found)} rows, where {held} were asked for. All "
+                "batches except the last must have as many rows as the first; otherwise, give the class a method "
+                "`num_rows(index)`, which says how many a batch has."
             )
         return self._spec.layout.packed(found), np.int32(total)
 

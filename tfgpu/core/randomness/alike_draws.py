@@ -40,8 +40,8 @@ def draw_alike() -> None:
         def drawn(stock, self, *args, **kwargs):
             if _is_alike():
                 raise InputError(
-                    "A `tf.random.Generator` draws other numbers on each replica, but this code must compute the same "
-                    "on all of them: it sees the whole batch, or updates weights. Use `keras.random` with a "
+                    "A `tf.random.Generator` draws different numbers on each replica, but this code must compute the "
+                    "same on all of them: it sees the whole batch, or updates weights. Use `keras.random` with a "
                     "`keras.random.SeedGenerator`."
                 )
             return stock(self, *args, **kwargs)
@@ -69,6 +69,6 @@ def _tell_of_optimizer() -> None:
     if not getattr(told, "has_told_of_draws", False):
         told.has_told_of_draws = True
         _log.warning(
-            "The optimizer draws random numbers by tf.random: all replicas draw the same, but others than one device. "
-            "Use `keras.random` with a `keras.random.SeedGenerator`."
+            "The optimizer draws random numbers by tf.random: all replicas draw the same numbers, but not those of "
+            "one device. Use `keras.random` with a `keras.random.SeedGenerator`."
         )

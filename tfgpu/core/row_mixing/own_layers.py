@@ -216,7 +216,7 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
     named = _named(layer)
     if verdict.needs is Needs.ITS_ROWS and verdict.why == "random":
         _log.warning(
-            "%s draws random numbers that are not Keras's, so each replica draws others than one device. Use "
+            "%s draws random numbers that are not Keras's, so the replicas do not draw one device's numbers. Use "
             "`keras.random` with a `keras.random.SeedGenerator`.",
             named,
         )
@@ -232,9 +232,9 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
         )
     if verdict.needs is Needs.ALL and not verdict.is_linear and choices.unproven() == "refuse":
         raise InputError(
-            f"The gradient of {named[0].lower()}{named[1:]} is not linear: that of a loss is not the sum of those of "
-            "its rows, so replicas would train otherwise than one device. The strategy's `unproven` is 'refuse'. Work "
-            "on gradients in a `train_step` of your own."
+            f"The gradient of {named[0].lower()}{named[1:]} is not linear: a loss's gradient is not the sum of its "
+            "rows' gradients, so training on replicas would differ from one device's. The strategy's `unproven` is "
+            "'refuse'. Work on gradients in a `train_step` of your own."
         )
     if verdict.needs is Needs.ALL:
         _log.warning(
@@ -247,9 +247,9 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
         )
         if not verdict.is_linear:
             _log.warning(
-                "The gradient of %s is not linear: that of a loss is not the sum of those of its rows. Each replica "
-                "takes the gradient of its own rows' loss, so training differs from one device's. Let it see the "
-                "gradient of all rows: train in a `train_step` that works on gradients.",
+                "The gradient of %s is not linear: a loss's gradient is not the sum of its rows' gradients. Each "
+                "replica takes the gradient of its own rows' loss, so training differs from one device's. To work on "
+                "the gradient of all rows, write a `train_step`.",
                 named[0].lower() + named[1:],
             )
 

@@ -78,7 +78,7 @@ def variables_of(layer: keras.layers.Layer, plan: TensorPlan) -> tuple[str, ...]
             found.append(name)
         elif value is not None or not (plan.is_built_in or hasattr(layer, name)):
             raise InputError(
-                f"The plan of {type(layer).__name__} names {name!r}, which is no weight of {layer.name!r}. Name the "
+                f"The plan of {type(layer).__name__} names {name!r}, which is not a weight of {layer.name!r}. Name the "
                 "attributes that hold its weights, and build the model first."
             )
     return tuple(found)

@@ -54,7 +54,7 @@ class Layout:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"`{name}` must be a whole number from 1. Received: {getattr(self, name)!r}.")
         if self.zero not in (0, 1, 2, 3):
-            raise InputError(f"`zero` is 0, 1, 2 or 3. Received: {self.zero!r}.")
+            raise InputError(f"`zero` must be 0, 1, 2 or 3. Received: {self.zero!r}.")
         if self.schedule not in SCHEDULES:
             raise unknown("schedule", self.schedule, SCHEDULES)
         if self.loss not in LOSSES:

@@ -120,9 +120,9 @@ def _attend(
         size, first_block, shard = block, rank.begin // block, None
         if dropout is not None and length % block:
             raise InputError(
-                f"Dropout within attention by blocks of {block} queries needs parts of the sequence of a multiple of "
-                f"that. Received: {length} positions in each of {rank.group.count} parts. Use another length, no "
-                "dropout within attention, or `keras.config.disable_flash_attention()`."
+                f"With dropout, attention by blocks of {block} queries needs parts whose length is a multiple of "
+                f"{block}. Received: {rank.group.count} parts of {length} positions. Use another length, no dropout "
+                "within attention, or `keras.config.disable_flash_attention()`."
             )
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_block=first_block)

@@ -135,8 +135,9 @@ class _Run:
             if added and not hub_blocks.balances(layer):
                 layers.clear_losses(self._model)
                 raise InputError(
-                    f"{layer.name!r} adds a loss in training, of a part of the sequence: parts do not add up. Add it "
-                    "in inference, too, so that it gets all positions; leave it out; or use a mesh without `sequence`."
+                    f"{layer.name!r} adds a loss in training only. Each device would compute it from its part of the "
+                    "sequence, and the parts do not add up. Add it in inference too (the layer then gets all "
+                    "positions), remove it, or use a mesh without `sequence`."
                 )
             if added:
                 found.append((layer, tf.add_n(added)))

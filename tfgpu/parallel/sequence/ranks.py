@@ -153,8 +153,8 @@ class Group:
             return
         if any(ended):
             raise InputError(
-                "A model does something else for one part of the sequence than for another. Its code must not depend "
-                "on the values or on which positions it sees."
+                "The model's code does different things for different parts of the sequence. It must not depend on "
+                "the values, or on which positions it sees."
             )
         combined = self._turns[0].combine([turn.value for turn in self._turns])
         for turn, answer in zip(self._turns, combined, strict=True):

@@ -161,7 +161,7 @@ def plan_for(cls: type[keras.layers.Layer]) -> TensorPlan | None:
         _output_dense   row
     """
     if not isinstance(cls, type):
-        raise InputError(f"A plan is for a class; of a layer, that is type(layer). Received: {cls!r}.")
+        raise InputError(f"A plan belongs to a class. For a layer, pass type(layer). Received: {cls!r}.")
     for owner in cls.__mro__:
         found = slots.get(owner, "tensor_plan") or _built_in(owner)
         if found is not None:

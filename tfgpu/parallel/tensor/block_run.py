@@ -249,7 +249,7 @@ class _Pass:
             if entries[at].is_in_region and layers_private.own_non_trainable(layer):
                 raise InputError(
                     f"{layer.name!r} keeps a state, and {self.run.block.path!r} calls it on each device's part. Give "
-                    "it the style 'whole' in the plan, if what it is given is whole."
+                    "it the style 'whole' in the plan, if its inputs are whole."
                 )
         if entries[at].layer is not layer:
             raise InputError(

@@ -207,9 +207,9 @@ def _attributes(path: str, layer: keras.layers.Layer, plan: TensorPlan) -> Itera
         is_count = counts and isinstance(value, int)
         if not (is_weight or is_count or (isinstance(value, keras.layers.Layer) and not counts)):
             raise InputError(
-                f"The plan of {type(layer).__name__} gives {name!r} the style {style!r}, and {path!r} has "
-                f"{value!r} there. A column or row is a Dense or EinsumDense, heads are an integer, an axis is of a "
-                "weight or a Dropout."
+                f"The plan of {type(layer).__name__} gives {name!r} the style {style!r}, but {path!r} has "
+                f"{value!r} there. A column or row must be a Dense or EinsumDense, heads an integer, and an axis is "
+                "for a weight or a Dropout."
             )
         yield name, value
 

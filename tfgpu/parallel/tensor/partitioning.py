@@ -124,7 +124,7 @@ def _wanted(model: keras.Model, layers: Mapping, asked) -> dict[str, str | None]
     if asked == "auto":
         return None
     if isinstance(asked, str) or not isinstance(asked, Mapping) or not asked:
-        raise InputError(f"`plan` is 'auto', or patterns with one of {', '.join(STYLES)}. Received: {asked!r}.")
+        raise InputError(f"`plan` must be 'auto', or patterns with one of {', '.join(STYLES)}. Received: {asked!r}.")
     for style in asked.values():
         if style is not None and style not in STYLES:
             raise unknown("plan", style, STYLES)

@@ -63,8 +63,8 @@ def _check_all_are_sharded(shards: Sequence) -> None:
     left = [variable.path for variable in shards if not is_sharded(variable)]
     if left:
         raise InputError(
-            f"The variable {left[0]!r} was made after `parallel.shard`, so the optimizer would have sharded variables "
-            "and others. Build all variables first, then call `parallel.shard`, then `compile`."
+            f"The variable {left[0]!r} was made after `parallel.shard`, so the optimizer would mix sharded and whole "
+            "variables. Build all variables first, then call `parallel.shard`, then `compile`."
         )
 
 
@@ -129,8 +129,8 @@ def _fill_slots(optimizer, shards: Sequence) -> None:
             if (values == values[0]).all():
                 continue
             raise InputError(
-                f"{type(optimizer).__name__} starts {slot.path!r} with numbers that differ within the variable, which "
-                "pieces would mix up. Use an optimizer whose slots start with a constant or with the weights."
+                f"{type(optimizer).__name__} initializes {slot.path!r} with numbers that differ within the variable, "
+                "which shards would mix up. Use an optimizer whose slots start with a constant or with the weights."
             )
         for copy, piece in zip(copies, pieces, strict=True):
             copy.assign(piece)

@@ -110,7 +110,7 @@ def _initialize_deferred(model: keras.Model, strategy: tf.distribute.Strategy) -
 def _check_stage(stage: int) -> None:
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise InputError(
-            f"`stage` is 1 (the optimizer's state), 2 (gradients too) or 3 (parameters too). Received: {stage!r}."
+            f"`stage` must be 1 (the optimizer's state), 2 (gradients too) or 3 (parameters too). Received: {stage!r}."
         )
 
 

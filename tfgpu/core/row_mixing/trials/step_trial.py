@@ -129,7 +129,7 @@ class _Question:
         self._keep_python(tried, python)
         if tried.draws:
             _log.warning(
-                "%s draws random numbers by tf.random, so each replica draws others than one device. Use "
+                "%s draws random numbers by tf.random, so the replicas do not draw one device's numbers. Use "
                 "`keras.random` with a `keras.random.SeedGenerator`.",
                 self._name,
             )
