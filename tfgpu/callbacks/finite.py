@@ -114,8 +114,8 @@ class SkipNaN(keras.callbacks.Callback):
             if self.skipped > self.limit:
                 raise InputError(
                     f"{self.skipped} steps produced NaN or Inf, the last of them in {where}; SkipNaN skips "
-                    f"at most limit={self.limit}. Check the data, lower the learning rate, set `global_clipnorm=1.0` in the "
-                    "optimizer, or raise the limit."
+                    f"at most limit={self.limit}. Check the data, lower the learning rate, set `global_clipnorm=1.0` "
+                    "in the optimizer, or raise the limit."
                 )
             _log.warning(
                 "Skipped %d step(s), in %s: NaN or Inf. %d of at most %d so far.",

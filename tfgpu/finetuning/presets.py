@@ -60,9 +60,7 @@ def find(folder: str | Path) -> Preset:
     except (ValueError, TypeError) as error:
         raise InputError(f"{config} is not a JSON object: {error}. Copy it again.") from None
     if not is_kerashub and "model_type" not in facts:
-        raise InputError(
-            f"{config} is from neither KerasHub nor Hugging Face's transformers. Give another folder."
-        )
+        raise InputError(f"{config} is from neither KerasHub nor Hugging Face's transformers. Give another folder.")
     _check_files(folder, is_kerashub)
     return Preset(folder, is_kerashub)
 

@@ -83,9 +83,7 @@ class MixtureOfExperts(keras.layers.Layer):
         for name, value in {"num_experts": num_experts, "intermediate_dim": intermediate_dim, "top_k": top_k}.items():
             whole_number(name, value)
         if top_k > num_experts:
-            raise InputError(
-                f"`top_k` must be at most `num_experts`. Received: {top_k} of {num_experts} experts."
-            )
+            raise InputError(f"`top_k` must be at most `num_experts`. Received: {top_k} of {num_experts} experts.")
         for name, value in {"balance_loss": balance_loss, "z_loss": z_loss}.items():
             if value < 0:
                 raise InputError(f"`{name}` must be 0 or more. Received: {value!r}.")
