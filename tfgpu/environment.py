@@ -58,6 +58,9 @@ def devices(kind: str | None = None) -> tuple[Device, ...]:
 
     Returns:
         The devices in TensorFlow's order.
+
+    Example:
+        print([device.name for device in tfgpu.environment.devices("GPU")])
     """
     return tuple(device for name in _kinds(kind) for device in _logical(name))
 
@@ -68,7 +71,7 @@ def accelerators() -> tuple[Device, ...]:
 
 
 def everywhere(connected: Sequence[str] = ()) -> tuple[Device, ...]:
-    """Lists what trains in several processes; in this one alone `accelerators()`.
+    """Lists the devices that train in all connected processes; without any, `accelerators()`.
 
     Args:
         connected: the names of all devices of the processes that `parallel.connect` has connected.
@@ -121,7 +124,7 @@ def is_initialized() -> bool:
 
 
 def set_visible_devices(chosen: int | Iterable[int], *, kind: str = "GPU") -> None:
-    """Hides all physical devices of a kind but the chosen ones; the others keep their memory free.
+    """Hides all physical devices of a kind except the chosen ones; the memory of hidden devices stays free.
 
     Args:
         chosen: how many, from the first; or the indices of the physical devices, such as `[0, 2]`.
@@ -129,7 +132,7 @@ def set_visible_devices(chosen: int | Iterable[int], *, kind: str = "GPU") -> No
         kind: `"GPU"` or `"CPU"`.
 
     Raises:
-        InputError: an index that does not exist, or that stands there twice.
+        InputError: an index that does not exist, or is listed twice.
         MachineError: TensorFlow has started its devices.
 
     Example:
@@ -158,6 +161,11 @@ def set_memory_growth(enabled: bool = True) -> None:
     Raises:
         InputError: a GPU has a memory limit or logical devices, which exclude growth.
         MachineError: no GPU is visible, or TensorFlow has started its devices.
+
+    Example:
+        tfgpu.environment.set_memory_growth()  # at the top of a script
+
+    Source: https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth
     """
     for gpu in _visible_gpus("set_memory_growth"):
         with _in_time("set_memory_growth"):
@@ -168,11 +176,16 @@ def set_memory_limit(memory_bytes: int) -> None:
     """Limits the memory that TensorFlow takes on every visible GPU.
 
     Args:
-        memory_bytes: bytes a GPU; at least 1 MiB. TensorFlow counts in MiB, so this rounds down to one.
+        memory_bytes: bytes per GPU, at least 1 MiB. TensorFlow counts in MiB, so this rounds down to one.
 
     Raises:
         InputError: too small a limit, or memory growth is on, which excludes a limit.
         MachineError: no GPU is visible, or TensorFlow has started its devices.
+
+    Example:
+        tfgpu.environment.set_memory_limit(4 * 2**30)  # at the top of a script
+
+    Source: https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth
     """
     limit = _mebibytes(memory_bytes)
     for gpu in _visible_gpus("set_memory_limit"):
@@ -183,7 +196,7 @@ def set_memory_limit(memory_bytes: int) -> None:
 def set_logical_devices(count: int, kind: str = "CPU", *, memory_bytes: int | None = None) -> None:
     """Splits the first visible device of a kind into several, to try a strategy without the hardware.
 
-    Logical CPU devices share the cores: they show that the result is right, not how fast it would come.
+    Logical CPU devices share the cores: they show the result, not the speed.
 
     Args:
         count: how many logical devices, at least 1.
@@ -224,6 +237,11 @@ def set_seed(seed: int, deterministic: bool = True) -> None:
 
     Raises:
         InputError: a seed out of range.
+
+    Example:
+        tfgpu.environment.set_seed(1)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/config/experimental/enable_op_determinism
     """
     whole_number("seed", seed, minimum=0)
     if seed >= 2**32:

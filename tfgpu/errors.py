@@ -181,7 +181,7 @@ def no_script(script: str) -> InputError:
 
 
 def silent_task(message: str) -> str | None:
-    """The task whose heartbeats have stopped for 10 s, of which an error of TensorFlow says so.
+    """Finds in an error of TensorFlow the task whose heartbeats have stopped for 10 s.
 
     Args:
         message: of the error.

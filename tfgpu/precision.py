@@ -120,7 +120,7 @@ def choose(devices: Iterable[Device]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """A layer size that Tensor Cores do not like.
+    """A layer size that does not suit Tensor Cores.
 
     Args:
         layer: the layer's name.
@@ -136,11 +136,11 @@ class Finding:
 
 
 def advice(model: keras.Model) -> list[Finding]:
-    """Finds the layer widths that are no multiple of 8, or of 16 in a layer quantized to 8 bits.
+    """Finds the layer widths that are not multiples of 8, or of 16 in a layer quantized to 8 bits.
 
     NVIDIA's libraries use Tensor Cores best when each dimension of a product is a multiple of 16 bytes: 8
     elements of 16 bits, 16 of 8 bits. Each width is reported once, at the layer that sets it. A width below
-    128 that is also the model's output, such as 10 classes, is the task's to choose and left out.
+    128 that is also the model's output, such as 10 classes, is set by the task and left out.
 
     Args:
         model: any Keras model. Its Dense, convolution, embedding and attention layers are looked at, also

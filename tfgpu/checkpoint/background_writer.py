@@ -50,7 +50,7 @@ class Writer:
 
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
-        """Inside the block who shares this leaves the errors to the one that leads."""
+        """Inside the block, the callbacks that share this writer leave its errors to the one that leads."""
         self.is_led = True
         try:
             yield

@@ -121,10 +121,12 @@ def load(
     order and with the same result. Streams and tables that do not fit are spooled to a temporary file.
 
     Args:
-        source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord` files, `.csv` or `.parquet` files
-            (`"iris.csv#species"` names the label's column), `"corpus:PATH"` (plain
-            text for a language model), `"module:function"`, arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)` examples,
-            a function that yields them, a Hugging Face dataset, or a dict of these, one per split.
+        source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord`, `.npz`, `.csv` or `.parquet` files
+            (`"iris.csv#species"` names the label's column), `"images:TABLE.csv#COLUMN"`, `"coco:FILE.json"`,
+            `"masks:FOLDER"`, `"corpus:PATH"` (plain text for a language model), `"module:function"`, a URL such as
+            `"s3://BUCKET/FOLDER/"` or a `Remote`, arrays `(x, y)` or `(x, y, sample_weight)`, a `tf.data.Dataset` of
+            `(x, y)` examples, a function that yields them, a Hugging Face dataset, a dict of these four, one per split,
+            or a `mixture`.
         global_batch: examples in a batch over all replicas together.
         augment: training stages, such as `"flip"` or `("rotate", {"degrees": 10})` (see
             `tfgpu.data.augmentation.augment`), or `"auto"`: a conservative choice by dataset, recorded in
@@ -150,7 +152,8 @@ def load(
             training examples; they need the source's files under the same paths. Batches and their order stay the
             same. For examples that are decoded on demand. Each training process asks for its rows.
         task: `"classification"`: labels are classes; `"regression"`: numbers to predict, float32. Default: classes,
-            unless labels are floats that are not all whole, or several a row. For named targets a dict of these.
+            unless labels are floats that are not all whole, or several numbers per row. For named targets a dict of
+            these.
         cluster: this process's role; only the chief logs. Default: all processes log.
 
     Returns:

@@ -230,6 +230,9 @@ def check_shards(folder: str | Path) -> Manifest:
 
     Raises:
         InputError: the index is missing, or a shard is missing or damaged.
+
+    Example:
+        print(tfgpu.data.check_shards("shards/").examples)
     """
     listed = read(folder)
     check_files(folder, listed, checksums=True)

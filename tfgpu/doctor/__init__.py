@@ -51,6 +51,10 @@ def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | s
 
     Raises:
         InputError: `model` is an unknown name.
+
+    Example:
+        checks = doctor.examine(model="resnet")
+        print([check.fix for check in checks if check.status == "problem"])
     """
     environ = dict(os.environ if environ is None else environ)
     advice = advise(model)  # first, so that a wrong name fails at once

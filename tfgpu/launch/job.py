@@ -25,6 +25,10 @@ class Job:
 
     Raises:
         InputError: a number is out of range.
+
+    Example:
+        from tfgpu.launch import Job, local
+        code = local.launch(Job("train.py", workers=4, max_restarts=3))
     """
 
     script: str

@@ -15,18 +15,18 @@ from tfgpu.losses import deferred_metrics, heads, row_chunks
 class ChunkedCrossentropy(keras.losses.Loss):
     """The cross-entropy between labels and logits, computed by chunks of tokens.
 
-    Takes the place of `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with its numbers. The model stays
+    Replaces `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, and gives the same values. The model stays
     as it is; its last layer is a `Dense` without activation, or a `ReversibleEmbedding` (Keras's or KerasHub's) that is
-    called with `reverse=True`. In `fit` and `evaluate` the logits of all tokens, [batch, length, vocabulary], are never
-    there: those of a chunk of tokens are computed, give the losses and are dropped; the backward pass computes them
-    again. Accuracy (`"accuracy"`), `keras.metrics.SparseCategoricalCrossentropy(from_logits=True)` and
+    called with `reverse=True`. `fit` and `evaluate` never hold the logits of all tokens, [batch, length, vocabulary]:
+    they compute those of one chunk of tokens, take the losses and drop them; the backward pass computes them again.
+    Accuracy (`"accuracy"`), `keras.metrics.SparseCategoricalCrossentropy(from_logits=True)` and
     `tfgpu.training.perplexity.Perplexity` of the same outputs are computed in the same pass. Other metrics, `predict`
-    and eager steps (`run_eagerly=True`) compute the logits as ever.
+    and eager steps (`run_eagerly=True`) compute all logits.
 
     Args:
-        chunk: tokens in a chunk; None takes as many as give 64 MiB of logits, but 256 at least.
-        label_smoothing: from 0 to 1, the share of each label that all classes get in equal parts.
-        ignore_class: a label that counts as nothing, such as -1; None counts all.
+        chunk: tokens in a chunk; None takes as many as give 64 MiB of logits, and at least 256.
+        label_smoothing: the share of each label that is spread evenly over all classes, from 0 to 1.
+        ignore_class: a label whose tokens do not count, such as -1; None counts all.
         reduction, name, dtype: as for Keras's losses. `dtype` is that of the softmax, float32 in mixed precision, too.
 
     Raises:
@@ -40,7 +40,8 @@ class ChunkedCrossentropy(keras.losses.Loss):
         >>> text = tf.ones([2, 8], tf.int32)
         >>> logs = model.fit(text, text, verbose=0)
 
-    Sources: `row_chunks`.
+    Sources: Hsu et al., "Liger Kernel", 2024 (https://arxiv.org/abs/2410.10989); Wijmans et al., "Cut Your Losses in
+    Large-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
     """
 
     def __init__(

@@ -22,10 +22,11 @@ Names = Mapping[str, object] | Callable[[str], object]
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Makes models without memory for their variables: `shard` and `apply` give each its parts.
+    """Makes models without memory for their variables; `shard` or `apply` then creates the variables on the devices.
 
-    One variable at a time gets its initial value, in the host's memory, and is cut; so a process needs its share of the
-    model and the largest variable. `load` then reads a file into the parts.
+    They are created one at a time: each gets its initial value in the host's memory and is cut into shards. So a
+    process needs memory for its share of the model and for the largest variable. `load_weights` then reads a file into
+    the shards.
 
     Example:
         >>> from tfgpu.parallel import Mesh, apply

@@ -99,6 +99,9 @@ def load_adapters(model: keras.Model, path: str | os.PathLike[str], *, check_bas
     Raises:
         InputError: the file cannot be read; the model is another one, has LoRA of another rank or on other layers, or
             its weights differ.
+
+    Example:
+        model = tfgpu.serving.load_adapters(base_model, "style.lora.h5")
     """
     path = Path(path)
     facts, pairs, trained = _read(path)

@@ -50,6 +50,9 @@ def averaging(
         all_reduce, bytes_per_pack: as for `mirrored` and `multi_worker`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
+    Returns:
+        A `tf.distribute.MultiWorkerMirroredStrategy` or `tf.distribute.MirroredStrategy`.
+
     Raises:
         InputError: an option is invalid or does not apply, or the repairs are switched off.
         MachineError: on workers, after TensorFlow has started its devices.

@@ -74,8 +74,9 @@ def strategy(
             compute it on all rows, as one device does, and send them. `"refuse"`: raise an error before the first step.
             `"warn"`: compute it on each replica's rows, so the result may differ from one device's.
         check_replicas: how often `fit` compares the weights and optimizer states of all replicas, bit by bit: `"auto"`,
-            within 1 % of the training time; after this number of steps; or `"off"`. A `Checkpoint` compares before it
-            writes, except with `"off"`. See `docs/guides/checkpoints.md`.
+            within 1 % of the training time; after this number of steps; or `"off"`. Except with `"off"`, it also
+            compares before `Checkpoint`, `ModelCheckpoint` or `BackupAndRestore` saves. See
+            `docs/guides/checkpoints.md`.
         on_difference: what to do if replicas differ: `"stop"` raises an error that names the replica and the variable;
             `"chief"` warns, and all continue from the chief's values.
         python_data: how several workers read a `PyDataset` or a generator. `"deal"`: one worker makes each batch and
@@ -92,6 +93,14 @@ def strategy(
     Raises:
         InputError: an unknown name, more devices than exist, or an option that does not apply.
         MachineError: `multi_worker` after TensorFlow has started its devices.
+
+    Example:
+        >>> import tfgpu
+        >>> strategy = tfgpu.strategy("mirrored", devices=["CPU:0"])
+        >>> tfgpu.strategies.describe(strategy)["kind"]
+        'mirrored'
+
+    Source: https://www.tensorflow.org/guide/distributed_training
     """
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
     given.pop("kind", None)

@@ -34,8 +34,18 @@ def mirrored(
         bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven, check_replicas, on_difference: as for
             `strategy`.
 
+    Returns:
+        A `tf.distribute.MirroredStrategy`.
+
     Raises:
         InputError: more devices than exist, or an all-reduce that does not work on them.
+
+    Example:
+        strategy = tfgpu.strategies.mirrored()
+        with strategy.scope():
+            model = tfgpu.models.cnn((8, 8, 1), 10)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
     """
     checks = settings.check(check_replicas, on_difference)
     communication.check_compression(reduce_dtype, top_k)

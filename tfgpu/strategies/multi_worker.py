@@ -37,8 +37,8 @@ def multi_worker(
     anything else that starts TensorFlow's devices. All workers must use the same number of devices.
 
     Args:
-        devices: `None`, all GPUs of each worker, or all its logical CPU devices if it has none; or the first so many of
-            them, by number or name.
+        devices: `None` for all GPUs of each worker, or all its logical CPU devices if it has none; a number to use only
+            the first ones; or their names.
         all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
             GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
             devices communicate, for workers of several devices on a slow network. All workers must choose the same.
@@ -46,10 +46,18 @@ def multi_worker(
             `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
+    Returns:
+        A `tf.distribute.MultiWorkerMirroredStrategy`.
+
     Raises:
         InputError: no cluster, a task that does not train, or an option that does not work on the devices.
         MachineError: a worker did not answer, TensorFlow has started its devices, or the process has joined another
             cluster.
+
+    Example:
+        strategy = tfgpu.strategies.multi_worker()  # in each process of `tfgpu launch -n 4 train.py`
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
     """
     cluster = Cluster.from_environment() if cluster is None else cluster
     if not cluster.workers or cluster.rank < 0:

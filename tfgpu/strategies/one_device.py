@@ -16,8 +16,17 @@ def one_device(devices: Devices = None, *, unproven: str = "gather") -> tf.distr
         devices: 1, or a name such as `"GPU:1"`; `None` is the first GPU, or the CPU if there is none.
         unproven: as for `strategy`; one device computes everything on all rows.
 
+    Returns:
+        A `tf.distribute.OneDeviceStrategy`.
+
     Raises:
         InputError: the device does not exist, or several were given.
+
+    Example:
+        >>> one_device("CPU:0").num_replicas_in_sync
+        1
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
     """
     chosen = environment.accelerators()[:1] if devices is None else environment.select(devices)
     if len(chosen) > 1:

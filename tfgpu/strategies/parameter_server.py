@@ -61,6 +61,9 @@ def parameter_server(
         MachineError: a worker or a server did not answer within `TFGPU_STARTUP_TIMEOUT` seconds (60).
         SystemExit: in a worker or a server: 0 once the chief is gone, 75 after SIGTERM.
 
+    Example:
+        strategy = tfgpu.strategies.parameter_server()  # in each process of `tfgpu launch --ps 1 -n 3 train.py`
+
     Source: the bound is that of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
     Server", NeurIPS 2013.
     """

@@ -1,8 +1,9 @@
 """Searches settings of a recipe by complete trainings, with Optuna.
 
-from tfgpu import tune
-result = tune.study("digits", "studies/digits", trials=30, search={"learning_rate": "1e-5..1e-1:log"})
-print(result.best.settings, result.best.value)
+Example:
+    from tfgpu import tune
+    result = tune.study("digits", "studies/digits", trials=30, search={"learning_rate": "1e-5..1e-1:log"})
+    print(result.best.settings, result.best.value)
 """
 
 from tfgpu.lazy import on_first_use

@@ -142,7 +142,14 @@ def predict(
     efficiency: float = timing.EFFICIENCY,
     headroom: float = HEADROOM,
 ) -> Plan:
-    """Predicts what one layout needs; arguments are those of `plan`.
+    """Predicts what one layout needs.
+
+    Args:
+        model, batch, optimizer, precision, device, per_host, efficiency, headroom: as for `plan`.
+        layout: the layout.
+
+    Returns:
+        Its memory in bytes, what each device sends, and the time of a step; `fits` tells whether the memory suffices.
 
     Raises:
         InputError: the layout does not divide the batch or the model.
