@@ -79,6 +79,7 @@ class Table(keras.layers.Layer):
 
     def build(self, shape):
         self.table = tf.Variable(tf.ones((3, 1)), trainable=False)
+        self.grid = tf.Variable(tf.ones((2, 3)), trainable=False)
 
     def call(self, x, training=False):
         places = tf.constant([[0], [2]])
@@ -86,6 +87,8 @@ class Table(keras.layers.Layer):
             self.table.scatter_nd_update(places, tf.stack([tf.reduce_mean(x, 0), tf.reduce_max(x, 0)]))
             self.table.scatter_nd_add(places[:1], [[1.0]])
             self.table.scatter_nd_sub(places[1:], [[0.5]])
+            self.table.batch_scatter_update(tf.IndexedSlices([[0.1 * tf.reduce_sum(x)]], [1]))
+            self.grid.batch_scatter_update(tf.IndexedSlices([[tf.reduce_min(x), 2.0], [3.0, 4.0]], [[2, 0], [1, 2]]))
         return x - self.table.gather_nd([[0]]) - self.table.sparse_read([2])
 
 
@@ -96,7 +99,7 @@ def test_rows_of_a_variable_of_tensorflow():
             model = keras.Sequential([keras.Input((1,)), table, keras.layers.Dense(1, kernel_initializer="ones")])
             model.compile("sgd", "mse")
         model.fit(X, X, batch_size=4, shuffle=False, verbose=0)
-        return [*np.ravel(table.table.numpy()), *np.ravel(model.layers[-1].kernel)]
+        return [*np.ravel(table.table), *np.ravel(table.grid), *np.ravel(model.layers[-1].kernel)]
 
     one = kept(tf.distribute.get_strategy())
     assert kept(tfgpu.strategy(devices=["CPU:0", "CPU:1"])) == pytest.approx(one, abs=1e-6)
