@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
-from tfgpu.core.row_mixing import own_metrics, verdicts
-from tfgpu.core.row_mixing.trials import layer_trial, loss_trial, part_trial
+from tfgpu.core.row_mixing import verdicts
+from tfgpu.core.row_mixing.trials import layer_trial, loss_trial, metric_trial, part_trial
 from tfgpu.core.trial_cache import code_digest, store
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,7 +70,7 @@ def trials(monkeypatch, tmp_path):
     for owner, method in (
         (layer_trial.LayerTrial, "run"),
         (loss_trial.LossTrial, "run"),
-        (own_metrics.MetricTrial, "run"),
+        (metric_trial.MetricTrial, "run"),
         (part_trial.Trial, "run"),
     ):
         stock = getattr(owner, method)

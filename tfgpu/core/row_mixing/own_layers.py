@@ -22,8 +22,9 @@ from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, replica_attributes, step_context
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, verdicts
-from tfgpu.core.row_mixing.trials import isolation, layer_trial, step_recorder
-from tfgpu.core.row_mixing.trials.layer_trial import LayerTrial, Needs, Verdict
+from tfgpu.core.row_mixing.trials import isolation, layer_calls, step_recorder
+from tfgpu.core.row_mixing.trials.layer_calls import Needs
+from tfgpu.core.row_mixing.trials.layer_trial import LayerTrial, Verdict
 from tfgpu.core.state import layer_state, python_state
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
@@ -49,7 +50,7 @@ def give_own_layers_all_rows() -> None:
         if _is_proven.get() or not gathering.is_in_step():
             return stock(self, *args, **kwargs)
         if step_context.current().is_trying:
-            return layer_trial.within_trial(stock, self, args, kwargs) if is_own(self) else stock(self, *args, **kwargs)
+            return layer_calls.within_trial(stock, self, args, kwargs) if is_own(self) else stock(self, *args, **kwargs)
         if not gathering.may_meet() or not is_own(self) or not _is_of_replica(args, kwargs):
             return stock(self, *args, **kwargs)
         verdict = _needed(self, args, kwargs)

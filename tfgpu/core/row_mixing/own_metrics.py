@@ -8,19 +8,17 @@ So does that of a metric whose state is in Python.
 
 import contextlib
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import slots, variables
+from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, replica_attributes, step_context
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, verdicts
-from tfgpu.core.row_mixing.row_sums import Meets
-from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation, step_recorder
-from tfgpu.core.row_mixing.trials.drawn_inputs import Drawn, DrawnInputs
-from tfgpu.core.row_mixing.trials.isolation import TrialShard
+from tfgpu.core.row_mixing.trials import step_recorder
+from tfgpu.core.row_mixing.trials.metric_trial import MetricTrial, Needed
 from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 
@@ -87,19 +85,6 @@ def _named(metric: keras.metrics.Metric) -> str:
     return f"The metric {metric.name!r} ({type(metric).__name__})"
 
 
-@dataclass(frozen=True)
-class Needed:
-    """What a metric needs.
-
-    Attributes:
-        all_rows: it keeps something else than sums over rows.
-        changes: names of what it changes in Python.
-    """
-
-    all_rows: bool
-    changes: tuple[str, ...] = ()
-
-
 def _needed(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> Needed:
     choice = choices.of(metric)
     if choice is not None:
@@ -119,7 +104,7 @@ def _note(metric: keras.metrics.Metric, needs_all: bool, why: str, source: str, 
     return verdicts.note(verdicts.Piece(name, becomes, why, source, size, verdicts.rows_of_batch()))
 
 
-def _found(trial: "MetricTrial", metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> Needed:
+def _found(trial: MetricTrial, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> Needed:
     found = store.found(
         "metric",
         (metric, code_digest.rows_of((args, kwargs))),
@@ -163,77 +148,3 @@ def _of_unproven(metric: keras.metrics.Metric, why: str, args: tuple, kwargs: di
         "each replica's own rows" if way == "warn" else "the rows of all replicas",
     )
     return way != "warn"
-
-
-class MetricTrial:
-    """Updates one metric with drawn rows, at once and in two parts.
-
-    Args:
-        update: the class's own `update_state`.
-        metric: whose variables are left as they are.
-        args, kwargs: what a step updates it with.
-
-    Attributes:
-        why: it could not be tried.
-    """
-
-    def __init__(self, update, metric: keras.metrics.Metric, args: tuple, kwargs: dict):
-        self._update, self._metric, self.why = update, metric, ""
-        self._captured = captures.of(metric)
-        self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
-
-    def run(self) -> Needed | None:
-        """What the metric needs; None where it could not be tried."""
-        return isolation.run(self._tried)
-
-    def _tried(self) -> Needed | None:
-        with self._captured.preserving_variables(), isolation.unchanged(self._metric, layers=()) as kept:
-            try:
-                found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
-            except Meets:
-                return Needed(False)
-            changes = tuple(kept.changes())
-        self.why = found.why or draws.TOO_MANY
-        return None if found.verdict is None else Needed(found.verdict or bool(changes), changes)
-
-    def _judged(self, draw: Drawn) -> bool | None:
-        drawn = draw.tensors
-        whole_shard, *halves = isolation.shards_of(draw.rows)
-        # Starts from the state after one batch: in later batches, each replica starts from its shard of the state.
-        start = self._state_after(drawn, whole_shard, None)
-        whole = self._state_after(drawn, whole_shard, start)
-        if not all(comparison.is_finite(value) for value in whole):
-            return None
-        try:
-            first = self._state_after(drawn, halves[0], start)
-            second = self._state_after(drawn, halves[1], None)
-        except Meets:
-            raise
-        except Exception:
-            return True
-        initial = [comparison.array(variables.local_value(variables.held(each))) for each in self._metric.variables]
-        parts = zip(self._metric.variables, start, whole, first, second, initial, strict=True)
-        return not all(_is_sum(*each) for each in parts)
-
-    def _state_after(self, drawn: list, shard: TrialShard, start: list | None) -> list:
-        (args, kwargs), _ = self._inputs.arguments(drawn, shard)
-        self._captured.restore()
-        held = self._metric.variables
-        values = [variables.local_value(variables.held(each)) for each in held] if start is None else start
-        scope = keras.StatelessScope(list(zip(held, values, strict=True)), initialize_variables=False)
-        with shard.held(), step_context.scope(losses_are_plain=True), scope:
-            self._update(self._metric, *args, **kwargs)
-            return [comparison.array(tf.convert_to_tensor(each.value)) for each in held]
-
-
-def _is_sum(variable: keras.Variable, start, whole, first, second, initial) -> bool:
-    """Whether what replicas have kept, put together as the variable says, is what one device keeps."""
-    if whole.dtype.kind not in "fiub":
-        return True
-    if variable.aggregation == "sum":
-        return comparison.is_close(whole, first + (second - initial), comparison.CLOSE, first, second)
-    if variable.aggregation == "mean":
-        return all(comparison.is_close(whole, each, comparison.CLOSE) for each in (first,)) and comparison.is_close(
-            first - start, second - initial, comparison.CLOSE, first, second
-        )
-    return comparison.is_close(whole, first, comparison.CLOSE)

@@ -67,7 +67,7 @@ class Apart(StatelessScope):
         self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
         for copy, value in self._copies if is_later else ():
             if _is_number(copy):
-                copy.assign(_later(value))
+                copy.assign(later(value))
         self._plain = [(each, variables.local_value(each)) for each in plain]
         self._made_plain: list[tuple[tf.Variable, tf.Tensor]] = []
 
@@ -92,8 +92,8 @@ class Apart(StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> object | None:
         """The value that the step would see, also where nothing was assigned: Keras gives it to regularizers."""
         found = super().get_current_value(variable)
-        if found is None and self._is_later and _is_counter(variable):
-            self.begin_with(variable, self._as_variable(_later(variables.held(variable))))
+        if found is None and self._is_later and is_counter(variable):
+            self.begin_with(variable, self._as_variable(later(variables.held(variable))))
             return super().get_current_value(variable)
         return variables.held(variable) if found is None else found
 
@@ -151,7 +151,7 @@ class Apart(StatelessScope):
         return [id(each) for each, _ in self._plain if not isinstance(each, tf.distribute.DistributedValues)]
 
 
-def _is_counter(variable: keras.Variable) -> bool:
+def is_counter(variable: keras.Variable) -> bool:
     """Whether it is a scalar that a step may count with, or that a callback raises; not one of a metric."""
     return _is_number(variable) and not (variable.trainable or variable.synchronization == "on_read")
 
@@ -161,7 +161,8 @@ def _is_number(variable: keras.Variable | tf.Variable) -> bool:
     return (dtype.is_integer or dtype.is_floating) and tf.TensorShape(variable.shape).rank == 0
 
 
-def _later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
+def later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
+    """A counter's value after many steps."""
     now = tf.convert_to_tensor(value)
     if now.dtype.is_integer:
         return now + tf.cast(_LATER, now.dtype)

@@ -75,6 +75,20 @@ def are_rows(
     return all(is_close(whole, part, close, *besides) for part in parts)
 
 
+def are_rows_of_their_size(whole: np.ndarray, parts: list[np.ndarray], places: list[TrialShard], close: float) -> bool:
+    """As `are_rows`, where each part is compared by the size of its own numbers: those of another may be far larger."""
+    for part, place in zip(parts, places, strict=True):
+        each, rest = divmod(whole.shape[0] if whole.ndim else 0, place.total)
+        if not each or rest or part.shape != (each * place.count, *whole.shape[1:]):
+            if not is_close(whole, part, close):
+                return False
+        elif not is_close(place.of(whole), part, close):
+            blocks = whole.reshape(each, place.total, *whole.shape[1:])[:, place.first : place.first + place.count]
+            if each == 1 or not is_close(blocks, part.reshape(blocks.shape), close):
+                return False
+    return True
+
+
 def is_close(one: np.ndarray, other: np.ndarray, by: float, *besides: np.ndarray) -> bool:
     """Whether both are as good as equal; `besides` are numbers that they come from."""
     if one.shape != other.shape:

@@ -14,7 +14,7 @@ from tfgpu.core.row_mixing.trials import draws
 from tfgpu.core.row_mixing.trials.isolation import TrialShard, shards_of
 
 _ROWS = (7, 8)  # the second for what takes an even number
-_UNEVEN = 0.05, 4.0
+_WHOLE_NUMBERS = 1e3  # the size from which whole numbers are multiplied, too
 _WORDS = ("a", "b c", "the", "")
 
 
@@ -68,13 +68,13 @@ class Drawn:
         tensors: for `DrawnInputs.arguments`.
         rows: of the batch.
         is_cut: long axes are cut.
-        is_uneven: the rows of one part are small, those of the other large.
+        sizes: times which the rows of the one part and of the other are; None: all as drawn.
     """
 
     tensors: list[tf.Tensor]
     rows: int
     is_cut: bool
-    is_uneven: bool = False
+    sizes: tuple[float, float] | None = None
 
 
 class DrawnInputs:
@@ -131,21 +131,35 @@ class DrawnInputs:
         source = np.random.default_rng(0)
         return [self._drawn(source, spec, shape, kind) for spec, shape in zip(self.specs, shapes, strict=True)]
 
-    def uneven(self, draw: Drawn) -> Drawn:
-        """The same draw with the first part's rows small and the others large: each part may decide otherwise."""
+    def sized(self, draw: Drawn, sizes: tuple[float, float]) -> Drawn | None:
+        """The same draw with the rows of its two parts of different sizes, as by `draws.sized`.
+
+        Whole numbers are multiplied where there are no others.
+
+        Args:
+            draw: any.
+            sizes: of the first part's rows and of the others, as factors.
+
+        Returns:
+            None where no tensor has rows of numbers.
+        """
+        floats, whole = (
+            [spec.rows_each is not None and getattr(tf.as_dtype(spec.dtype), kind) for spec in self.specs]
+            for kind in ("is_floating", "is_integer")
+        )
+        multiplied = floats if any(floats) or sizes[1] < _WHOLE_NUMBERS else whole
+        if not any(multiplied):
+            return None
         first = shards_of(draw.rows)[1].count
-        sizes = np.where(np.arange(draw.rows) < first, *_UNEVEN)
+        tensors = [
+            _with_mask_of(tensor, draws.sized(tensor, first * spec.rows_each, sizes)) if is_meant else tensor
+            for is_meant, spec, tensor in zip(multiplied, self.specs, draw.tensors, strict=True)
+        ]
+        return Drawn(tensors, draw.rows, draw.is_cut, sizes)
 
-        def sized(spec: Spec, tensor: tf.Tensor) -> tf.Tensor:
-            if spec.rows_each is None or not tf.as_dtype(spec.dtype).is_floating:
-                return tensor
-            each = np.repeat(sizes, spec.rows_each).reshape(-1, *[1] * (tensor.shape.rank - 1))
-            found = tensor * tf.cast(each, tensor.dtype)
-            private.set_mask(found, private.get_mask(tensor))
-            return found
-
-        tensors = [sized(spec, tensor) for spec, tensor in zip(self.specs, draw.tensors, strict=True)]
-        return Drawn(tensors, draw.rows, draw.is_cut, is_uneven=True)
+    def nudged(self, draw: Drawn, by: float) -> list[tf.Tensor]:
+        """The tensors of a draw as rounding may make them: all numbers are moved by a part of them."""
+        return [_with_mask_of(each, draws.nudged(each, by)) for each in draw.tensors]
 
     def arguments(self, tensors: list[tf.Tensor], shard: TrialShard) -> tuple[object, list[tf.Tensor]]:
         """The arguments that a replica with these rows gets, and their tensors.
@@ -207,3 +221,8 @@ class DrawnInputs:
             until = source.integers(1, length + 1, (shape[0], 1))
             private.set_mask(tensor, tf.constant(np.arange(length)[None] < until))
         return tensor
+
+
+def _with_mask_of(tensor: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
+    private.set_mask(found, private.get_mask(tensor))
+    return found

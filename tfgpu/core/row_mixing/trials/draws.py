@@ -19,6 +19,12 @@ SMALL, LARGEST = 1 << 18, 1 << 24
 """Numbers of all rows up to which no axis is cut, and up to which there is a trial."""
 _SMALL_ROW, _CLOSE_ROW = 0.005, 0.02
 """The size of a drawn row that is small, and the distance of one that is close to another; of the others both are 1."""
+SIZES = (1e-3, 1e3), (0.05, 4.0), (1e3, 1e3)
+"""Of the rows of one part and of the other's; the second where the first tell nothing, or are too far apart.
+
+The last are for what is added up: that both parts count something shows where both meet a bound.
+"""
+_MOST_LOOKED_AT = 1 << 20  # numbers of a variable up to which they are looked at
 NONES = (-1, -100, 255)
 """Labels that stand for "none"."""
 NOT_FINITE = "it gives no finite number for drawn ones"
@@ -117,6 +123,32 @@ def with_specials(source: np.random.Generator, drawn: np.ndarray, numbers: Seque
     return found
 
 
+def sized(tensor: tf.Tensor, cut: int, sizes: tuple[float, float]) -> tf.Tensor:
+    """A tensor with its rows before `cut` times the first size, and the others times the second.
+
+    The sums of both get different signs, where there are numbers of both. What asks whether numbers are larger than a
+    bound, or positive, gets another answer for one of the parts than for the whole.
+
+    Example:
+        >>> sized(tf.constant([1.0, 2.0, -1.0]), 1, (0.5, 10.0)).numpy()
+        array([  0.5, -20. ,  10. ], dtype=float32)
+    """
+    small, large = sizes
+    if tensor.dtype.is_floating and bool(tf.reduce_any(tensor < 0)):
+        first, second = (float(tf.reduce_sum(tf.cast(rows, tf.float32))) for rows in (tensor[:cut], tensor[cut:]))
+        small, large = math.copysign(small, first), -math.copysign(large, second)
+    each = np.where(np.arange(len(tensor)) < cut, small, large).reshape(-1, *[1] * (tensor.shape.rank - 1))
+    return tensor * tf.cast(each, tensor.dtype)
+
+
+def nudged(tensor: tf.Tensor, by: float) -> tf.Tensor:
+    """A tensor whose numbers, if they are no whole ones, are moved by a part of them, as rounding may do."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    signs = np.random.default_rng(1).choice((-1.0, 1.0), tuple(tensor.shape))
+    return tensor * tf.cast(1 + by * signs, tensor.dtype)
+
+
 def cast(drawn: np.ndarray, dtype: str | tf.DType) -> tf.Tensor:
     """A tensor of these numbers."""
     return tf.cast(tf.convert_to_tensor(drawn), dtype)
@@ -157,3 +189,21 @@ def drawn_weight(seed: int, variable: keras.Variable, shape: tuple[int, ...]) ->
     if len(shape) < 2:
         return tf.cast(tf.random.stateless_uniform(shape, [seed, 0], 0.2, 1.0), dtype)
     return tf.cast(tf.random.stateless_normal(shape, [seed, 1], stddev=math.prod(shape[:-1]) ** -0.5), dtype)
+
+
+def stand_in(at: int, variable: keras.Variable) -> tf.Tensor:
+    """A variable's value; one whose numbers are all alike, which may hide what depends on it, is moved.
+
+    Of a variable that is in pieces, which reading would bring together, drawn numbers stand in.
+    """
+    if isinstance(variable, variables.VirtualVariable):
+        return drawn_weight(at, variable, tuple(variable.shape))
+    value = tf.convert_to_tensor(variables.local_value(variables.held(variable)))
+    size = math.prod(value.shape)
+    if not value.dtype.is_floating or size > _MOST_LOOKED_AT or not size:
+        return tf.identity(value)
+    found = np.asarray(tf.cast(value, tf.float64))
+    if found.min() != found.max():
+        return tf.identity(value)
+    noise = np.random.default_rng(size).uniform(0.1, 0.6, found.shape)
+    return tf.cast(tf.constant(found + noise), value.dtype)

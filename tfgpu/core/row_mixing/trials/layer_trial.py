@@ -1,10 +1,8 @@
 """Whether a layer gives each row its own number: it is run on drawn rows, whole and in two parts."""
 
-import copy
 import dataclasses
-import enum
+import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,24 +13,14 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
-from tfgpu.core import nested_graphs, step_context
+from tfgpu.core import nested_graphs
 from tfgpu.core.row_mixing import choices
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.trials.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.trials.isolation import TrialShard
-from tfgpu.core.state import layer_state, python_state, sharded_variable
-
-_MOST = 1 << 20  # numbers of a variable up to which its values are looked at
-
-
-class Needs(enum.Enum):
-    """What a layer needs."""
-
-    ITS_ROWS = "each replica's own rows"
-    ITS_PARTS = "each replica's own rows, where layers within that mix rows get all"
-    ALL = "all rows"
-    UNKNOWN = "it could not be tried"
+from tfgpu.core.row_mixing.trials.layer_calls import Needs, Recorder, recorder
+from tfgpu.core.state import layer_state, python_state, sharded_variable, trial_scope
 
 
 @dataclass(frozen=True)
@@ -75,65 +63,22 @@ class Outcome:
     of_weights: list[np.ndarray | None] = field(default_factory=list)
 
 
-@dataclass
-class Call:
-    """A layer's call within the whole run, of which the shards get the rows."""
-
-    layer: keras.layers.Layer
-    arguments: tuple
-    outputs: object
-    losses: list
-    state: dict
-    context: object
-    needs: Needs | None = None
-
-
-@dataclass
-class Recorder:
-    """The calls of layers of the user's own within a trial: recorded in the whole run, replaced in the shards.
+@dataclass(frozen=True)
+class Sought:
+    """What is looked at.
 
     Attributes:
-        calls: by layer and its how-many-th call.
-        shard: the rows of the run; None while calls are recorded.
-        scope: the stateless scope of the run.
-        counts: how many calls of each layer there were in the run.
+        gradients: of the inputs and weights.
+        of_losses: these are of added losses alone, which those of outputs may hide.
+        both: the rows of both parts, not of the first alone.
     """
 
-    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
-    shard: TrialShard | None = None
-    scope: keras.StatelessScope | None = None
-    counts: dict[int, int] = field(default_factory=dict)
-    is_on: bool = True
+    gradients: bool = True
+    of_losses: bool = False
+    both: bool = True
 
 
-recorder = step_context.Slot("own_layers.recorder")
-
-
-def within_trial(stock: Callable, layer: keras.layers.Layer, args: tuple, kwargs: dict) -> object:
-    """A layer of the user's own is called by one that is tried."""
-    kept: Recorder = recorder.get()
-    if kept is None or not kept.is_on:
-        return stock(layer, *args, **kwargs)
-    number = kept.counts.get(id(layer), 0)
-    kept.counts[id(layer)] = number + 1
-    if kept.shard is None:
-        context = copy.copy(private.call_context())
-        before, losses = dict(kept.scope.state_mapping), len(kept.scope.losses)
-        outputs = stock(layer, *args, **kwargs)
-        state = {key: value for key, value in kept.scope.state_mapping.items() if before.get(key) is not value}
-        kept.calls[id(layer), number] = Call(layer, (args, kwargs), outputs, kept.scope.losses[losses:], state, context)
-        return outputs
-    call = kept.calls.get((id(layer), number))
-    if call is None or call.needs is not Needs.ALL:
-        return stock(layer, *args, **kwargs)
-    kept.scope.state_mapping.update(call.state)
-    kept.scope.losses.extend(call.losses)
-    return keras.tree.map_structure(lambda leaf: _rows_of(leaf, kept.shard), call.outputs)
-
-
-def _rows_of(leaf: object, shard: TrialShard) -> object:
-    has_rows = tf.is_tensor(leaf) and leaf.shape.rank and leaf.shape[0] and leaf.shape[0] % shard.total == 0
-    return shard.of(leaf) if has_rows else leaf
+_ALL, _NO_GRADIENTS = Sought(), Sought(gradients=False)
 
 
 class LayerTrial:
@@ -159,13 +104,14 @@ class LayerTrial:
         self._kept: python_state.Kept | None = None
         self._changes: set[str] = set()
         self._runs = itertools.count()
+        self._is_otherwise = False
 
     def run(self) -> Verdict:
         """Tries the layer."""
         return isolation.run(self._tried)
 
     def _tried(self) -> Verdict:
-        self._values = [_stand_in(at, variable) for at, variable in enumerate(self._weights)]
+        self._values = [draws.stand_in(at, variable) for at, variable in enumerate(self._weights)]
         unchanged = isolation.unchanged(self._layer, layers=self._within)
         with self._captured.preserving_variables(), unchanged as self._kept:
             try:
@@ -177,40 +123,85 @@ class LayerTrial:
         generators, counts = tuple(self._kept.draws(changes)), tuple(self._kept.counts(changes))
         return dataclasses.replace(verdict, changes=changes, generators=generators, counts=counts)
 
-    def _judged(self, draw: Drawn) -> Verdict | None:
-        drawn, rows, is_cut = draw.tensors, draw.rows, draw.is_cut
+    def _judged(self, draw: Drawn, sought: Sought = _ALL) -> Verdict | None:
+        drawn, rows = draw.tensors, draw.rows
         whole_shard, *halves = isolation.shards_of(rows)
         self._recorder = Recorder()
-        with nested_graphs.counting_decisions() as decided:
-            whole = self._outcome(drawn, whole_shard)
+        with nested_graphs.counting_decisions() as decided, nested_graphs.noting_conditions() as met:
+            whole = self._outcome(drawn, whole_shard, sought)
         if not all(np.isfinite(each).all() for each in (*whole.values, *whole.losses) if each.dtype.kind == "f"):
             return None
-        difference = self._difference(drawn, whole, halves, is_cut=is_cut)
+        tried = halves if sought.both else halves[:1]
+        difference = self._difference(draw, whole, tried, sought)
         if difference is None:
-            uneven = [self._inputs.uneven(draw)] if decided and not draw.is_uneven else []
-            if (other := draws.judged(uneven, self._judged).verdict) is not None:
-                return other
+            other = self._judged_otherwise(draw, whole, decides=bool(decided), met=met)
             is_marked = any(choices.of(each) == choices.ON_ALL_ROWS for each in self._within)
-            return Verdict(Needs.ITS_PARTS if is_marked else Needs.ITS_ROWS)
+            return other or Verdict(Needs.ITS_PARTS if is_marked else Needs.ITS_ROWS)
         self._recorder.is_on = False
-        again = self._outcome(drawn, whole_shard)
+        if draw.sizes is not None and self._is_rounding(draw, whole, sought):
+            return None
+        again = self._outcome(drawn, whole_shard, sought)
         if self._differing(whole, [again], [whole_shard]) is not None:
             return Verdict(Needs.ITS_ROWS, "random")
         self._recorder.is_on = True
-        if (
-            self._judge_calls(whole_shard)
-            and self._difference(drawn, whole, halves, is_cut=is_cut, has_gradients=False) is None
-        ):
+        if self._judge_calls(whole_shard) and self._difference(draw, whole, tried, _NO_GRADIENTS) is None:
             return Verdict(Needs.ITS_PARTS)
         have_rows = tuple(comparison.has_rows(value, rows) for value in whole.values[: whole.outputs])
-        return Verdict(Needs.ALL, difference, have_rows, is_linear=self._is_linear(drawn, whole, whole_shard, halves))
+        self._recorder.is_on = False
+        again = again if sought == _ALL else self._outcome(drawn, whole_shard)
+        return Verdict(Needs.ALL, difference, have_rows, is_linear=self._is_linear(drawn, again, whole_shard, halves))
+
+    def _judged_otherwise(self, draw: Drawn, whole: Outcome, *, decides: bool, met: dict) -> Verdict | None:
+        """What is found with rows of other sizes and in later steps, and in branches not taken; None: nothing new."""
+        if self._is_otherwise:
+            return None
+        self._is_otherwise = True
+        try:
+            found = self._judged_in_sizes(draw, whole, decides=decides)
+            if met and (found is None or found.needs is Needs.ITS_ROWS):
+                with nested_graphs.taking_other_branches(nested_graphs.Everywhere()):
+                    found = draws.judged([draw], self._judged).verdict
+        finally:
+            self._is_otherwise = False
+        return None if found is None or found.needs is Needs.ITS_ROWS else found
+
+    def _judged_in_sizes(self, draw: Drawn, whole: Outcome, *, decides: bool) -> Verdict | None:
+        """What is found where the rows of one part are small and those of the other large.
+
+        A bound, as of a norm, may be met by some of the rows alone. Of outputs the small rows tell as much as all.
+        First counters are as after many steps.
+        """
+        is_sum = decides or bool(whole.state)
+        has_losses = bool(whole.losses)
+        judge = functools.partial(self._judged, sought=Sought(decides or has_losses, has_losses, is_sum or has_losses))
+        values, found = self._values, None
+        for sizes in draws.SIZES if self._close == comparison.CLOSE else draws.SIZES[1:2]:
+            if sizes == draws.SIZES[0]:
+                pairs = zip(self._weights, values, strict=True)
+                self._values = [trial_scope.later(v) if trial_scope.is_counter(each) else v for each, v in pairs]
+            sized = self._inputs.sized(draw, sizes)
+            found = None if sized is None else draws.judged([sized], judge).verdict
+            self._values = values
+            if found is not None and (found.needs is not Needs.ITS_ROWS or not is_sum):
+                break
+        return found
+
+    def _is_rounding(self, draw: Drawn, whole: Outcome, sought: Sought) -> bool:
+        """Whether numbers that are as good as the drawn ones give others: rounding may be what differs."""
+        shard, *halves = isolation.shards_of(draw.rows)
+        nudged = self._outcome(self._inputs.nudged(draw, self._close / 16), shard, sought)
+        pairs = zip([*whole.values, *whole.of_inputs], [*nudged.values, *nudged.of_inputs], strict=True)
+        return not all(
+            comparison.are_rows_of_their_size(one, [half.of(other) for half in halves], halves, self._close)
+            for one, other in pairs
+            if one is not None and other is not None and comparison.has_rows(one, shard.total)
+        )
 
     def _is_linear(self, drawn: list, whole: Outcome, shard: TrialShard, halves: list[TrialShard]) -> bool:
         """Whether the gradients of two parts of a loss, each of some rows of the outputs, make that of the whole.
 
         On all rows each replica takes the gradient of its rows' part.
         """
-        self._recorder.is_on = False
         parts = [self._outcome(drawn, shard, within=half) for half in halves]
         for name in ("of_inputs", "of_weights"):
             largest = comparison.largest(getattr(whole, name))
@@ -229,21 +220,19 @@ class LayerTrial:
                     call.needs = self._verdict_of(call.layer, *call.arguments).needs
         return any(call.needs is Needs.ALL for call in self._recorder.calls.values())
 
-    def _difference(
-        self, drawn: list, whole: Outcome, halves: list[TrialShard], *, is_cut: bool, has_gradients: bool = True
-    ) -> str | None:
+    def _difference(self, draw: Drawn, whole: Outcome, halves: list[TrialShard], sought: Sought) -> str | None:
         try:
-            parts = [self._outcome(drawn, shard, has_gradients=has_gradients) for shard in halves]
+            parts = [self._outcome(draw.tensors, shard, sought) for shard in halves]
         except Meets:
             raise
         except Exception as error:
-            if is_cut:
+            if draw.is_cut or draw.sizes is not None:
                 raise
             return f"it takes all rows, but not some of them ({type(error).__name__})"
-        return self._differing(whole, parts, halves)
+        return self._differing(whole, parts, halves, is_sized=draw.sizes is not None)
 
     def _outcome(
-        self, drawn: list, shard: TrialShard, *, has_gradients: bool = True, within: TrialShard | None = None
+        self, drawn: list, shard: TrialShard, sought: Sought = _ALL, *, within: TrialShard | None = None
     ) -> Outcome:
         is_whole = shard.count == shard.total
         self._recorder.shard, self._recorder.counts = None if is_whole else shard, {}
@@ -269,9 +258,10 @@ class LayerTrial:
                 kept = [value for key, value in left.items() if before.get(key) is not value]
                 found = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs) if leaf is not None]
                 tensors = [*found, *(each for each in kept if hasattr(each, "numpy"))]
-                target = _target(tensors, scope.losses, shard, within or shard) if has_gradients else None
+                seen = [] if sought.of_losses else tensors
+                target = _target(seen, scope.losses, shard, within or shard) if sought.gradients else None
             self._changes |= set(self._kept.changes())
-        gradients = [] if not has_gradients else _gradients(tape, target, floats)
+        gradients = [] if not sought.gradients else _gradients(tape, target, floats)
         count = sum(each.dtype.is_floating for each in inputs)
         state = {key: value for key, value in scope.state_mapping.items() if start.get(key) is not value}
         return Outcome(
@@ -286,8 +276,11 @@ class LayerTrial:
             gradients[count:],
         )
 
-    def _differing(self, whole: Outcome, parts: list[Outcome], places: list[TrialShard]) -> str | None:
-        """In what the parts are not the whole, or None."""
+    def _differing(
+        self, whole: Outcome, parts: list[Outcome], places: list[TrialShard], *, is_sized: bool = False
+    ) -> str | None:
+        """In what the parts are not the whole, or None; `is_sized`: the rows of each part have a size of their own."""
+        are_rows = comparison.are_rows_of_their_size if is_sized else comparison.are_rows
         shares = [shard.share for shard in places]
         if any(part.structure != whole.structure or len(part.values) != len(whole.values) for part in parts):
             return "its outputs are others for other numbers of rows"
@@ -301,11 +294,15 @@ class LayerTrial:
             ):
                 return "what it gives to `add_loss` is not a mean over rows"
         for at, value in enumerate(whole.values):
-            if not comparison.are_rows(value, [part.values[at] for part in parts], places, self._close):
+            if not are_rows(value, [part.values[at] for part in parts], places, self._close):
                 return "a row of its outputs depends on other rows"
-        return self._differing_gradients(whole, parts, places) if parts[0].of_inputs or parts[0].of_weights else None
+        if not all(map(_has_gradients, (whole, *parts))):
+            return None
+        return self._differing_gradients(whole, parts, places, is_sized=is_sized)
 
-    def _differing_gradients(self, whole: Outcome, parts: list[Outcome], places: list[TrialShard]) -> str | None:
+    def _differing_gradients(
+        self, whole: Outcome, parts: list[Outcome], places: list[TrialShard], *, is_sized: bool
+    ) -> str | None:
         floats = [spec for spec in self._inputs.specs if tf.as_dtype(spec.dtype).is_floating]
         close = 10 * self._close
         # What is 0 but for rounding, as the gradient of a key's bias, is as good as another such number.
@@ -316,12 +313,13 @@ class LayerTrial:
                 continue
             if value is None or any(each is None for each in found):
                 return "the gradient of a row depends on other rows"
-            is_sum = spec.rows_each is None
-            if not (
-                comparison.is_close(value, sum(found), close, of_inputs)
-                if is_sum
-                else comparison.are_rows(value, found, places, close, of_inputs)
-            ):
+            if spec.rows_each is None:
+                are_same = comparison.is_close(value, sum(found), close, of_inputs)
+            elif is_sized:
+                are_same = comparison.are_rows_of_their_size(value, found, places, close)
+            else:
+                are_same = comparison.are_rows(value, found, places, close, of_inputs)
+            if not are_same:
                 return "the gradient of a row depends on other rows"
         for at, value in enumerate(whole.of_weights):
             found = [each for part in parts if (each := part.of_weights[at]) is not None]
@@ -343,6 +341,10 @@ class LayerTrial:
             if not all(comparison.is_close(one, each, self._close) for each in several):
                 return "what it keeps in a tf.Variable depends on how many rows it sees"
         return None
+
+
+def _has_gradients(outcome: Outcome) -> bool:
+    return bool(outcome.of_inputs or outcome.of_weights)
 
 
 def _target(
@@ -379,21 +381,3 @@ def _target(
 def _gradients(tape: tf.GradientTape, target: tf.Tensor | None, sources: list[tf.Tensor]) -> list[np.ndarray | None]:
     found = [None] * len(sources) if target is None else tape.gradient(target, sources)
     return [None if each is None else comparison.array(tf.convert_to_tensor(each)) for each in found]
-
-
-def _stand_in(at: int, variable: keras.Variable) -> tf.Tensor:
-    """A variable's value; one whose numbers are all alike, which may hide what depends on it, is moved.
-
-    Of a variable that is in pieces, which reading would bring together, drawn numbers stand in.
-    """
-    if isinstance(variable, variables.VirtualVariable):
-        return draws.drawn_weight(at, variable, tuple(variable.shape))
-    value = tf.convert_to_tensor(variables.local_value(variables.held(variable)))
-    size = math.prod(value.shape)
-    if not value.dtype.is_floating or size > _MOST or not size:
-        return tf.identity(value)
-    found = comparison.array(value)
-    if found.min() != found.max():
-        return tf.identity(value)
-    noise = np.random.default_rng(size).uniform(0.1, 0.6, found.shape)
-    return tf.cast(tf.constant(found + noise), value.dtype)

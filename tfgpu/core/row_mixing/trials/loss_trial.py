@@ -1,5 +1,6 @@
 """Whether a loss or metric function is a mean over rows: it is run on drawn rows, whole and in two parts."""
 
+import contextlib
 import enum
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from tfgpu.core.state import layer_state
 
 _ROWS = 6  # in parts of a third and two
 _MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `draws.SMALL` numbers
-_LARGE = 1e3
 _NOT_CLASSES = (*draws.NONES, math.nan)
 
 
@@ -112,6 +112,8 @@ class LossTrial:
         found = self._judged_by(self._draws(cut, _ROWS), is_cut=cut != whole)
         if found is None and cut != whole:
             found = self._judged_by(self._draws(whole, _ROWS, outputs=1))  # a function may ask for the very sizes
+        if found in (Needs.ITS_ROWS, Needs.ITS_MEAN):
+            found = self._in_sizes(cut, found)
         if found not in (Needs.ITS_ROWS, Needs.ITS_MEAN):
             return found
         # One that takes the worst so many, or that sees long axes: with many rows of the very sizes.
@@ -131,6 +133,12 @@ class LossTrial:
         return found.verdict
 
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
+        with self._called(rows) as values:
+            return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
+
+    @contextlib.contextmanager
+    def _called(self, rows: list[tf.Tensor]) -> Iterator[object]:
+        """What the function gives of rows; what it assigns is noted, and does not stay."""
         count = int(rows[0].shape[0])
         self._kept.put_back()
         with step_context.as_one_device(count), _Apart() as scope, layer_state.noting_assignments() as self._noted:
@@ -140,7 +148,54 @@ class LossTrial:
                 key: (variable, comparison.array(before), comparison.array(scope.state_mapping[key]))
                 for key, (variable, before) in scope.before.items()
             }
-            return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
+            yield values
+
+    def _in_sizes(self, sizes: list[tuple[int, ...]], found: Needs) -> Needs:
+        """What a function needs that seemed to need each replica's rows: a bound may be met by some of them alone.
+
+        Of a mean, which large numbers rule, the gradients of small ones still tell.
+        """
+        for each in draws.SIZES[:2]:
+            rows = self._sized(sizes, each)
+            other = draws.judged([rows], lambda rows: self._is_other(rows, by_row=found is Needs.ITS_ROWS))
+            if other.verdict:
+                return Needs.ALL_GIVES_ROWS if found is Needs.ITS_ROWS else Needs.ALL
+        return found
+
+    def _sized(self, sizes: list[tuple[int, ...]], factors: tuple[float, float]) -> list[tf.Tensor]:
+        """Rows of which the first third is small, and the rest large; labels are first of such sizes, then classes."""
+        draw, found = np.random.default_rng(0), []
+        for at, (size, tensor) in enumerate(zip(sizes, self._tensors, strict=True)):
+            has_size = tensor.dtype.is_floating and (at >= self._count_true or factors == draws.SIZES[0])
+            values = draws.values(draw, (_ROWS, *size), "normal" if has_size else "whole")
+            rows = draws.cast(values, tensor.dtype)
+            found.append(draws.sized(rows, _ROWS // 3, factors) if has_size else rows)
+        return found
+
+    def _is_other(self, rows: list[tf.Tensor], *, by_row: bool) -> bool | None:
+        """Whether values or gradients of some rows depend on others; None where that cannot be told."""
+        pieces = (rows, *_parts(rows, _ROWS // 3))
+        whole, *parts = (self._with_gradients(each, by_row=by_row) for each in pieces)
+        if not all(np.isfinite(each).all() for each in whole):
+            return None
+        if _are_parts(whole, parts):
+            return False
+        labels, outputs = rows[: self._count_true], rows[self._count_true :]
+        outputs = [draws.nudged(each, comparison.CLOSE / 16) for each in outputs]
+        nudged = self._with_gradients([*labels, *outputs], by_row=by_row)
+        pieces = zip(*(_parts([each], _ROWS // 3) for each in nudged), strict=True)
+        return True if _are_parts(whole, [[each[0] for each in piece] for piece in pieces]) else None
+
+    def _with_gradients(self, rows: list[tf.Tensor], *, by_row: bool) -> list[np.ndarray]:
+        """Arrays by rows: what the function gives, if it gives a number a row, and the gradients of its outputs."""
+        sources = [each for each in rows[self._count_true :] if each.dtype.is_floating]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            with self._called(rows) as found:
+                values = tf.cast(tf.convert_to_tensor(found), tf.float32)
+            total = tf.reduce_sum(values) * (1 if by_row else len(rows[0]))
+        gradients = [comparison.array(tf.convert_to_tensor(g)) for g in tape.gradient(total, sources) if g is not None]
+        return [values.numpy(), *gradients] if by_row else gradients
 
     def _judged(self, rows: list[tf.Tensor], *, is_cut: bool) -> Needs | None:
         count = int(rows[0].shape[0])
@@ -208,11 +263,6 @@ class LossTrial:
                 drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
                 if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
                     yield [draws.cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
-        if labels is None:  # what waits for large numbers
-            drawn = [_LARGE * draws.values(draw, shape, "normal") for shape in shapes]
-            whole = [draws.values(draw, shape, "whole", below=classes) for shape in shapes]
-            pairs = zip(drawn, whole, self._tensors, strict=True)
-            yield [draws.cast(v if t.dtype.is_floating else w, t.dtype) for v, w, t in pairs]
 
     def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
         """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""
@@ -228,6 +278,17 @@ class LossTrial:
 
 def _parts(rows: list[tf.Tensor], part: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     return [each[:part] for each in rows], [each[part:] for each in rows]
+
+
+def _are_parts(whole: list[np.ndarray], parts: list[list[np.ndarray]]) -> bool:
+    """Whether rows of two parts are the whole's, each by the size of its own part's numbers."""
+    if any(len(each) != len(whole) for each in parts):
+        return False
+    cut = len(parts[0][0]) if whole else 0
+    return all(
+        _close(all_rows[:cut], first) and _close(all_rows[cut:], second)
+        for all_rows, first, second in zip(whole, *parts, strict=True)
+    )
 
 
 def _fits(values: np.ndarray, dtype: tf.DType) -> bool:
