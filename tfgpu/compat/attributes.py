@@ -32,8 +32,9 @@ def of_layer(is_model: bool) -> frozenset[str]:
 
 @functools.cache
 def of_metric() -> frozenset[str]:
-    """Those that Keras gives every metric."""
-    return frozenset(vars(keras.metrics.Metric(name="metric")))
+    """Those that Keras gives every metric, and to the one that holds those of `compile`."""
+    of_compile = {"built", "_flat_metrics", "_flat_weighted_metrics", "_resolved_output_names"}
+    return frozenset(vars(keras.metrics.Metric(name="metric"))) | of_compile
 
 
 @functools.cache

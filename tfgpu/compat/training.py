@@ -84,6 +84,31 @@ def without_optimizer(model: keras.Model) -> Iterator[None]:
         object.__setattr__(model, "optimizer", optimizer)
 
 
+_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")  # Keras chooses these by the shapes of labels and outputs
+
+
+@contextmanager
+def without_parts_chosen_by_shape(model: keras.Model) -> Iterator[None]:
+    """Inside the block a compiled model lacks its losses or metrics, if Keras chooses one by the labels' shape."""
+    names = {
+        "_compile_loss": [model._compile_loss and model._compile_loss._user_loss],
+        "_compile_metrics": given_metrics(model),
+    }
+    chosen = [
+        name
+        for name, given in names.items()
+        if any(isinstance(each, str) and each.lower() in _BY_SHAPE for each in tf.nest.flatten(given))
+    ]
+    parts = {name: getattr(model, name) for name in chosen}
+    for name in parts:
+        object.__setattr__(model, name, None)  # bypasses Keras's tracking
+    try:
+        yield
+    finally:
+        for name, part in parts.items():
+            object.__setattr__(model, name, part)
+
+
 def without_optionals(model: keras.Model, step):
     """Wraps a step to take what an iterator of `tf.experimental.Optional` yields."""
     convert = getattr(model, "_autoconvert_optionals", None)

@@ -82,7 +82,7 @@ def build_from_spec() -> None:
         if iterator is not None and training.strategy_of(self) is not None:
             data_batch = _batch_of(iterator)
         try:
-            with _scope_of(self), _optimizer_built_by_step(self), _uncounted(self):
+            with _scope_of(self), _optimizer_built_by_step(self), _chosen_by_step(self), _uncounted(self):
                 if training.strategy_of(self) is not None and _has_ragged(data_batch):
                     training.build_on_ragged(self, data_batch)
                 return stock(self, None, data_batch)
@@ -130,6 +130,17 @@ def _optimizer_built_by_step(model) -> Iterator[None]:
         return
     with training.without_optimizer(model):
         yield
+
+
+def _chosen_by_step(model) -> contextlib.AbstractContextManager:
+    """Leaves "accuracy" to a step of the user's own, which may make other labels than the data have."""
+    steps = ("train_step", "test_step")
+    is_own = any(getattr(type(model), each) is not getattr(TensorFlowTrainer, each) for each in steps)
+    strategy = training.strategy_of(model)
+    is_here = strategy is not None and not isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    if not (is_own and is_here and model.compiled):
+        return contextlib.nullcontext()
+    return training.without_parts_chosen_by_shape(model)
 
 
 def _name_assignments_of_build(model) -> None:
