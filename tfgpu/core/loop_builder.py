@@ -18,6 +18,7 @@ from tfgpu.compat.keras import tree
 from tfgpu.core import (
     batch_rows,
     batch_sharding,
+    metric_logs,
     nested_graphs,
     replica_attributes,
     replication,
@@ -302,7 +303,8 @@ class LoopBuilder:
         variables = [v for metric in self._model.metrics for v in metric.variables]
         with step_context.outside_xla():
             before = [tf.identity(v.value) for v in variables]
-        logs = self._step(data)
+        with metric_logs.begun_with(zip(variables, before, strict=True)):
+            logs = self._step(data)
         with step_context.outside_xla():
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(tf.where(step_context.has_rows(), variable.value, value))

@@ -5,7 +5,7 @@ metrics' variables and the other log values, and each metric is read from the su
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,9 @@ from tfgpu.compat.keras import StatelessScope, TensorFlowTrainer, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication, step_context, worker_vote
 from tfgpu.core.state import layer_state
+
+_sums = step_context.Slot("metric_logs.sums")
+_begun = step_context.Slot("metric_logs.begun")  # values of metrics' variables, of a replica that may hold no rows
 
 
 class LogReader:
@@ -26,7 +29,10 @@ class LogReader:
     Attributes:
         are_results: the logs hold only results of the model's metrics: the steps are Keras's own.
         specs: shapes and dtypes of what `other_values` returned when a step was last traced.
+        sums_results: the step uses results besides returning them, so a replica reads those of all replicas.
     """
+
+    sums_results = False
 
     def __init__(self, model: keras.Model):
         self._model = model
@@ -49,7 +55,8 @@ class LogReader:
         for cls in () if self.are_results else _classes_below(keras.Metric):
             _record_results(cls)  # a step may use metrics that the model does not track
         results = {}
-        with step_context.scope(results=results, unread_model=self._model if self.are_results else None):
+        unread = self._model if self.are_results else None
+        with step_context.scope(results=results, unread_model=unread), _sums.set_to(self.sums_results):
             yield results
 
     def other_values(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
@@ -83,7 +90,7 @@ class LogReader:
         metrics = self._model.metrics if self.are_results else self._metrics()
         variables = [v for metric in metrics for v in metric.variables]
         averages = [_share(v) for v in averaged]
-        mine = [_contribution(v) for v in variables] + averages + list(values)
+        mine = [_contribution(v, v.value) for v in variables] + averages + list(values)
         has_vote = replication.spans_processes(self._model.distribute_strategy)
         sums = collectives.all_reduce([*mine, worker_vote.share_of_ballot(ballot)] if has_vote else mine)
         result = sums.pop() if has_vote else ballot
@@ -130,9 +137,8 @@ def read_results_once() -> None:
         return stock(self, logs)
 
 
-def _contribution(variable: keras.Variable) -> tf.Tensor:
+def _contribution(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
     """What this replica adds to the global value of a metric's variable, as the variable's `aggregation` says."""
-    value = variable.value
     # identity: an all-reduce of a captured variable's own tensor fails inside a tf.function
     value = tf.identity(tf.cast(value, tf.float32 if value.dtype.is_floating else value.dtype))
     if variable.aggregation == "sum":
@@ -146,6 +152,35 @@ def _share(variable: keras.Variable) -> tf.Tensor:
     """What this replica adds to the average of all replicas' copies, in at least 32 bits."""
     dtype = tf.float64 if variable.value.dtype == tf.float64 else tf.float32
     return tf.cast(variable.value, dtype) / step_context.num_replicas(dtype)
+
+
+@contextlib.contextmanager
+def _of_all_replicas(metric: keras.Metric) -> Iterator[None]:
+    """In the block a replica's step that uses results finds in a metric what all replicas have."""
+    if not _sums.get() or step_context.step() is None or step_context.current().is_trying:
+        yield
+        return
+    sums = collectives.all_reduce([_contribution(each, _value_by_rows(each)) for each in metric.variables])
+    state = [(variable, tf.cast(total, variable.dtype)) for variable, total in zip(metric.variables, sums, strict=True)]
+    with _sums.set_to(False), StatelessScope(state_mapping=state):
+        yield
+
+
+@contextlib.contextmanager
+def begun_with(values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> Iterator[None]:
+    """In the block, where this replica may hold no rows, its metrics count with these values then."""
+    with _begun.set_to({id(variable): value for variable, value in values}):
+        yield
+
+
+def _value_by_rows(variable: keras.Variable) -> tf.Tensor:
+    begun = (_begun.get() or {}).get(id(variable))
+    return variable.value if begun is None else tf.where(step_context.has_rows(), variable.value, begun)
+
+
+def uses_results(logs: object, results: dict) -> bool:
+    """Whether a step has read results of metrics that its logs do not hold; `results` as from `LogReader.recording`."""
+    return bool(set(results) - set(map(id, tree.flatten(logs))))
 
 
 def _classes_below(cls: type) -> Iterator[type]:
@@ -163,7 +198,8 @@ def _record_results(cls: type) -> None:
 
     @wrap(cls, "result")
     def result(stock, self, *args, **kwargs):
-        out = stock(self, *args, **kwargs)
+        with _of_all_replicas(self):
+            out = stock(self, *args, **kwargs)
         results = step_context.current().results
         if results is not None and not args and not kwargs:
             results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})

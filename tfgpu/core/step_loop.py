@@ -186,6 +186,7 @@ class StepRunner:
                 self.loops.batch_rows,
                 arguments=run.arguments if run is not None else {},
                 python=self.loops.python,
+                log_reader=self.log_reader,
             )
 
     def _loop_of(self, block: Block) -> tuple[Any, LoopKind]:

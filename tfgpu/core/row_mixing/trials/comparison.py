@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfgpu.core.row_mixing.trials.isolation import TrialShard
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.state import layer_state
+from tfgpu.core.state.trial_scope import Assigned
 
 CLOSE = 2e-5
 """By how much of the largest number two may differ that are as good as equal."""
@@ -43,6 +44,16 @@ def agrees(variable, start, whole, parts: list, shares: list[float], *, noted: l
     if variable.synchronization == "on_read" or variable.aggregation == "only_first_replica":
         return False
     return whole.dtype.kind == "f" and is_close(whole, weighed(parts, shares), close, *parts)
+
+
+def ways_together(variable: Assigned, found: list, shares: list[float]) -> dict[str, np.ndarray]:
+    """What replicas may make of their values of a variable: a sum, an average or the same value."""
+    ways = {"same": found[0]}
+    if np.issubdtype(variable.after.dtype, np.floating):
+        ways["average"] = weighed(found, shares)
+    if variable.aggregation == "sum":
+        ways["sum"] = variable.before + sum(value - variable.before for value in found)
+    return ways
 
 
 def has_rows(whole: np.ndarray, rows: int) -> bool:

@@ -51,6 +51,7 @@ class Tried:
         changes: names of what the code changes in Python, as of a count of its calls.
         generators, counts: those of them that hold a generator of random numbers; a number, a text or a container.
         makes: it makes variables in its first call.
+        uses_results: it reads results of metrics that it does not return.
         scalar_ways: by metric, how it counts one number (`scalar_updates`), in a function that `strategy.run` runs.
     """
 
@@ -63,6 +64,7 @@ class Tried:
     generators: list[str] = dataclasses.field(default_factory=list)
     counts: list[str] = dataclasses.field(default_factory=list)
     makes: bool = False
+    uses_results: bool = False
     scalar_ways: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -92,7 +94,7 @@ class Trial:
         self._changes: list[str] = []
         self._generators: list[str] = []
         self._counts: list[str] = []
-        self._makes = False
+        self._makes = self._uses_results = False
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
         self._has_told = self._one_is_enough = False
@@ -106,7 +108,8 @@ class Trial:
             CannotTry: it ran on no rows.
         """
         differs, shown = isolation.run(self._found), (self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
-        return Tried(differs, *shown, self._changes, self._generators, self._counts, self._makes)
+        python = self._changes, self._generators, self._counts
+        return Tried(differs, *shown, *python, self._makes, self._uses_results)
 
     def _found(self) -> str | None:
         self._sandbox = isolation.Sandbox(*self._things)
@@ -181,6 +184,7 @@ class Trial:
             _check_one_copies(whole, self._recorded(batch, 0, total))
             self._calls -= 1
         self._makes |= whole.has_made
+        self._uses_results |= whole.uses_results
         if whole.has_made and self._calls == 1:
             self._calls = 2  # TensorFlow traces it twice then, and the second trace is the one that stays
             whole = self._recorded(batch, 0, total)
@@ -290,7 +294,7 @@ class Trial:
         """What replicas may make of their values of a variable, by name."""
         if variable.is_inside:
             return {"same": found[0]}
-        return _ways_together(variable, found, self._shares(parts, is_plain=variable.is_plain))
+        return comparison.ways_together(variable, found, self._shares(parts, is_plain=variable.is_plain))
 
     def _are_outputs(self, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> bool:
         """Whether the parts' predictions are the whole's: rows one after another, and else the same of each."""
@@ -349,16 +353,6 @@ def _batch(draw: np.random.Generator, specs: list, how: str, classes: int, nones
     if any(value is _UNKNOWN for value in drawn):
         raise CannotTry("its data cannot be drawn")
     return drawn
-
-
-def _ways_together(variable: Assigned, found: list, shares: list[float]) -> dict[str, np.ndarray]:
-    """What replicas may make of their values of a variable: a sum, an average or the same value."""
-    ways = {"same": found[0]}
-    if np.issubdtype(variable.after.dtype, np.floating):
-        ways["average"] = sum(share * value for share, value in zip(shares, found, strict=True))
-    if variable.aggregation == "sum":
-        ways["sum"] = variable.before + sum(value - variable.before for value in found)
-    return ways
 
 
 def _nudged(value):

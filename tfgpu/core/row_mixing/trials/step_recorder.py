@@ -58,6 +58,7 @@ class Recorder:
         is_narrow: a layer that it calls computes in 16 bits.
         meetings: where the replicas of such a function would meet.
         of_optimizers: the `id`s of variables of the optimizers that were called, such as the learning rate.
+        uses_results: it has read results of metrics that it does not return.
         scale: makes larger or smaller gradients of those that a tape takes, before the step sees them.
     """
 
@@ -77,6 +78,7 @@ class Recorder:
     one_copy: list = field(default_factory=list)
     derives_tensors: bool = False
     draws: int = 0
+    uses_results: bool = False
     is_split: bool = False
     bytes_a_row: int = 0
     has_shares: bool = False

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfgpu.compat import layers, slots, training
 from tfgpu.core import nested_graphs, replica_attributes, replication, step_context, worker_rows
-from tfgpu.core.metric_logs import LogReader, function_of
+from tfgpu.core.metric_logs import LogReader, function_of, uses_results
 from tfgpu.core.replica_attributes import PythonState
 from tfgpu.core.row_mixing import choices, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import comparison, weights_in_pieces
@@ -84,6 +84,7 @@ def needs_whole_batch(
     have_rows: list | None = None,
     arguments: dict | None = None,
     python: PythonState | None = None,
+    log_reader: LogReader | None = None,
 ) -> bool:
     """Whether a step must see the whole batch for one device's result.
 
@@ -96,20 +97,33 @@ def needs_whole_batch(
         arguments: of the `fit` or `evaluate`, by name. Of arrays among them the first rows are tried, and then drawn
             ones. On several workers drawn ones are: all must find the same, whatever each has read.
         python: is told what the step changes in Python, so that each replica has its own.
+        log_reader: is told whether the step may use results of metrics besides returning them.
 
     Raises:
         InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
             batch (or may have to, if it could not be tried), and each replica holds a part of the weights.
     """
     own = _own_methods(model, step_function)
-    return bool(own) and _Question(model, step_function, spec, own, rows).answer(have_rows, arguments or {}, python)
+    reader = LogReader(model) if log_reader is None else log_reader
+    return bool(own) and _Question(model, step_function, spec, own, rows, reader).answer(
+        have_rows, arguments or {}, python
+    )
 
 
 class _Question:
     """Whether a step of the user's own needs the whole batch: by what the user says of it, or by a trial."""
 
-    def __init__(self, model: keras.Model, step_function: Callable, spec: object, own: list[str], rows: int | None):
+    def __init__(
+        self,
+        model: keras.Model,
+        step_function: Callable,
+        spec: object,
+        own: list[str],
+        rows: int | None,
+        log_reader: LogReader,
+    ):
         self._model, self._step_function, self._spec, self._own, self._rows = model, step_function, spec, own, rows
+        self._log_reader = log_reader
         self._name = f"`{type(model).__name__}.{own[0]}`"
         self._in_pieces = weights_in_pieces.of(model)
 
@@ -127,6 +141,7 @@ class _Question:
         except row_sums.Meets:
             return self._meets()
         self._keep_python(tried, python)
+        self._log_reader.sums_results = tried.uses_results
         if tried.draws:
             _log.warning(
                 "%s draws random numbers by tf.random, so the replicas do not draw one device's numbers. Use "
@@ -164,6 +179,7 @@ class _Question:
     def _marked(self, needs: bool) -> bool:
         if needs:
             self._check_can_see_all("it is marked with `tfgpu.on_all_rows`", verdicts.MARKED)
+        self._log_reader.sums_results = needs
         becomes = verdicts.ON_ALL_ROWS if needs else verdicts.BY_ROWS
         self._note(becomes, "", verdicts.MARKED, None if needs else 0)
         return needs
@@ -208,6 +224,7 @@ class _Question:
         """What becomes of a step that could not be tried."""
         way = self._way(error)
         said = f"{self._name} could not be tried ({error}), so it is unknown whether it mixes rows of the batch."
+        self._log_reader.sums_results = way == "gather"
         if way == "gather":
             self._check_can_see_all(f"it could not be tried: {error}", verdicts.UNPROVEN)
         becomes = {"gather": verdicts.ON_ALL_ROWS, "warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED}[way]
@@ -335,7 +352,7 @@ class _StepTrial(Trial):
             if self._predicts:
                 found.outputs = comparison.as_numbers(self._step(rows))
             for _ in range(0 if self._predicts else self._calls):
-                found.logs += self._logs(rows)
+                found.logs += self._logs(rows, found)
         return found
 
     def _ways_of(self, variable, found: list, parts: list[Recorder]) -> dict[str, np.ndarray]:
@@ -346,11 +363,12 @@ class _StepTrial(Trial):
             ways = {"sum": ways["sum"] if variable.is_added else sum(found)}
         return ways
 
-    def _logs(self, rows) -> list[np.ndarray]:
-        """The numbers in the logs of a step on some rows that are no metric results."""
+    def _logs(self, rows, found: Recorder) -> list[np.ndarray]:
+        """The numbers in the logs of a step on some rows that are no metric results; notes other uses of those."""
         reader = LogReader(self._model)
         with reader.recording() as results:
             logs = self._step(rows)
+        found.uses_results |= uses_results(logs, results)
         return [
             np.asarray(value, "float64") for value in reader.other_values(logs, results, keras.ops.convert_to_numpy)
         ]
