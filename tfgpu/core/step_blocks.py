@@ -131,11 +131,9 @@ class Run:
         logs: the last epoch's logs.
         per_batch: by kind, the classes of this worker's callbacks that need per-batch hooks.
         arguments: what `fit` or `evaluate` was called with, by name.
-        on_meeting: each is called with the strategy when all workers have come to this run, before anything else that
-            they do together.
+        on_meeting: each is called with the strategy when all workers have come to this run, before all else.
         before_steps: each is called once, with the first block, before its steps.
-        after_block: each is called after a block of steps, with their number and the seconds that they took: all
-            workers get the same numbers, on several workers the seconds of the block before.
+        after_block: each is called after a block with its steps and seconds, equal on all workers (`worker_vote`).
         epoch_ends: each is called after an epoch's steps and validation, before any callback's `on_epoch_end`.
         wants_to_stop: this worker has set `stop_training` within an epoch, and the others are to hear of it.
         stops: all workers stop after this block.
@@ -369,8 +367,7 @@ def _follow_callbacks() -> None:
 
     @wrap("CallbackList.on_epoch_end")
     def on_epoch_end(stock, self, epoch, logs=None):
-        run = current()
-        for act in run.epoch_ends if run is not None else ():
+        for act in getattr(current(), "epoch_ends", ()):
             act()
         stock(self, epoch, logs)
         _after(self, "on_epoch_end", epoch)
