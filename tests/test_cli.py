@@ -22,6 +22,7 @@ import typer
 import yaml
 
 from tfgpu import __main__, cli, models
+from tfgpu.cli.flags import in_flags
 from tfgpu.recipes.recipe import Recipe, choices
 
 ROOT = Path(__file__).parent.parent
@@ -203,7 +204,7 @@ def test_help_and_version_are_there(tmp_path):
         (["train", "--optimizer-option", "beta"], "--optimizer-option must be KEY=VALUE. Received: 'beta'."),
         (["train", "--model-option", "a=1", "--model-option", "a=2"], "gives 'a' twice"),
         (["train", "--cache", "dsk"], "Did you mean 'disk'?"),
-        (["profile", "input", "--seconds", "0"], "`seconds` must be above 0"),
+        (["profile", "input", "--seconds", "0"], "--seconds must be above 0"),
         (["profile", "input", "--cache", "dsk"], "Did you mean 'disk'?"),
         (["train", "none.yaml"], "Cannot read the config file 'none.yaml'"),
         (["train", "--resume"], "Add --output DIR"),
@@ -219,6 +220,13 @@ def test_wrong_input_found_without_tensorflow(tmp_path, words, expected):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.yaml").write_text("epochs: 3\n")
     assert expected in complaint(*words, cwd=tmp_path)
+
+
+def test_errors_name_the_option_in_place_of_the_argument():
+    parameters = COMMANDS["tune", "batch-size"].params
+    message = "`timeout_s` must be above 0. Received: lowest=3, replicas=2, `epochs`, rate_only=True, a.lowest=1."
+    expected = "--timeout must be above 0. Received: --lowest=3, replicas=2, `epochs`, rate_only=True, a.lowest=1."
+    assert in_flags(message, parameters) == expected
 
 
 def test_a_malformed_cluster(tmp_path):

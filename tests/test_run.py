@@ -163,7 +163,8 @@ def test_exit_codes(tmp_path):
     report = str(tmp_path / "report.py")
     assert command("-m", "tfgpu.run").returncode == 2
     bad = command("-m", "tfgpu.run", "--startup-timeout", "soon", report)
-    assert bad.returncode == 2 and "'soon'" in bad.stderr and "Traceback" not in bad.stderr
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr
+    assert "--startup-timeout must be" in bad.stderr and "'soon'" in bad.stderr
     malformed = command("-m", "tfgpu.run", report, TF_CONFIG="{")
     assert malformed.returncode == 2 and malformed.stderr.startswith("error: TF_CONFIG is malformed")
     wrong = command("-m", "tfgpu.run", str(tmp_path / "input.py"))

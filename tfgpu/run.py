@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # launchers block it while Python starts
-        seconds = None if timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: timeout})
+        seconds = None if timeout is None else rendezvous.timeout_s({OPTION: timeout}, name=OPTION)
         run(words[0], words[1:], startup_timeout_s=seconds)
     except (InputError, MachineError) as error:
         _tell(error)

@@ -386,13 +386,13 @@ def test_the_page_shows_what_the_commands_print(capsys):
         ([*SIZES, "--model", "cnn"], "not both"),
         (["--model", "transformer"], "--input-shape 1024"),
         ("--model transformer --input-shape 8 --classes 8 --model-option deph=2".split(), "Did you mean 'depth'"),
-        ([*SIZES, "--limit", "0"], "`--limit` must be"),
+        ([*SIZES, "--limit", "0"], "--limit must be"),
         ([*SIZES, "--precision", "int8"], "Unknown precision"),
         ([*SIZES, "--json-to", "/nowhere/file.json"], "needs a file in an existing folder"),
         ([*SIZES, "--model-option", "depth=2"], "Add --model NAME"),
-        ([*SIZES, "--mlp", "0"], "`mlp` must be a whole number from 1"),
-        ([*SIZES, "--devices", 10**20], "`devices` must be at most 1,000,000,000"),
-        ([*SIZES, "--layers", 10**8], "`layers` must be at most 10,000"),
+        ([*SIZES, "--mlp", "0"], "--mlp must be a whole number from 1"),
+        ([*SIZES, "--devices", 10**20], "--devices must be at most 1,000,000,000"),
+        ([*SIZES, "--layers", 10**8], "--layers must be at most 10,000"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, expected):

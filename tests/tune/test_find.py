@@ -34,11 +34,11 @@ def tfgpu(*words, cwd, timeout=550):
     ("words", "expected"),
     [
         (["batch-size", "digist"], "Did you mean 'digits'?"),
-        (["batch-size", "--lowest", "0"], "`lowest` must be a whole number from 1. Received: 0."),
+        (["batch-size", "--lowest", "0"], "--lowest must be a whole number from 1. Received: 0."),
         (["batch-size", "--lowest", "two"], "Invalid value for '--lowest'"),
         (["batch-size", "--scale", "sqr"], "Did you mean 'sqrt'?"),
         (["batch-size", "--device-memory", "much"], "A size of memory is a number with a unit"),
-        (["batch-size", "--timeout", "-1"], "`timeout_s` must be above 0. Received: -1.0."),
+        (["batch-size", "--timeout", "-1"], "--timeout must be above 0. Received: -1.0."),
         (["batch-size", "--output", "full"], "--output must be a new or empty folder. Received: 'full'."),
         (["learning-rate", "--output", "full"], "--output must be a new or empty folder. Received: 'full'."),
         (["learning-rate", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),

@@ -33,6 +33,7 @@ from tfgpu.cli import (
     train,
     tune,
 )
+from tfgpu.cli.flags import in_flags
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch import ending
@@ -94,7 +95,7 @@ def _complain_of(error: Exception, words: list[str]) -> int:
     if is_in_script:
         traceback.print_exception(type(error), error, lines)
     elif isinstance(error, InputError | MachineError):
-        complain(str(error))
+        complain(in_flags(str(error), getattr(error, "parameters", ())))
     elif debugging(words):
         traceback.print_exception(error)
         complain(_one_line(error))

@@ -52,7 +52,8 @@ _Scale = _run(
 @app.command(
     "tune batch-size",
     cls=screen.first(
-        *("name", "lowest", "highest", "rate_only", "scale", "device_memory", "timeout", "output", "as_json", "json_to")
+        *("name", "lowest", "highest", "rate_only", "scale", "memory_limit_bytes"),
+        *("timeout_s", "output", "as_json", "json_to"),
     ),
     short_help="Find the batch sizes that fit, and the fastest.",
     help="Train some steps with one batch size after the other: which fit, and their rate in examples per second.",
@@ -78,16 +79,17 @@ def find_batch_size(
     rate_only: _run(bool, "Do not search for the largest batch that fits.", "--rate-only") = False,
     scale: _Scale = "auto",
     repeats: _run(int, "Half-second measurements of each batch.") = 5,
-    device_memory: _run(
+    memory_limit_bytes: _run(
         str | None,
         "Memory of each GPU, such as 16GB. Without GPUs, memory that the process may reserve.",
+        "--device-memory",
         metavar="SIZE",
     ) = None,
-    timeout: _run(float, "A batch that takes longer is too large.", metavar="SECONDS") = 600.0,
+    timeout_s: _run(float, "A batch that takes longer is too large.", "--timeout", metavar="SECONDS") = 600.0,
     **flags: Any,
 ) -> None:
     recipe = recipe_of(name, flags, allow_code=allow_code)
-    limit = None if device_memory is None else bytes_of(device_memory)
+    limit = None if memory_limit_bytes is None else bytes_of(memory_limit_bytes)
     how = dict(lowest=lowest, highest=highest, granularity=granularity, largest=not rate_only, scale=scale)
     folder = _folder(output)
     check_json(json_to)
@@ -99,7 +101,7 @@ def find_batch_size(
                 **how,
                 repeats=repeats,
                 memory_limit_bytes=limit,
-                timeout_s=timeout,
+                timeout_s=timeout_s,
                 on_try=lambda one: status.update(f"a batch of {one.batch:,} {'fits' if one.fits else 'does not fit'}"),
             )
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -131,6 +132,27 @@ def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -
     settings, flags = {} if name is None else ready.read(name), given(flags)
     refuse_code(settings, str(name), allow=allow_code, given=flags)
     return recipes.make({**settings, **flags}, source=None if name is None else str(ready.path(name)))
+
+
+def in_flags(message: str, parameters: Sequence[Any]) -> str:
+    """An error's message that names the options of a command in place of Python's arguments.
+
+    A parameter of a command has the name of the Python argument that it becomes. Settings of the recipe schema stay:
+    a file has them too.
+
+    Args:
+        message: in which `` `name` `` or `name=` is an argument.
+        parameters: of the command, as Click knows them.
+    """
+    options, flags = {}, {}
+    for each in parameters:
+        if each.name not in recipes.Recipe.model_fields:
+            is_option = each.param_type_name == "option"
+            options[each.name] = max(each.opts, key=len) if is_option else each.metavar
+            if is_option and not each.is_flag:
+                flags[each.name] = options[each.name]
+    message = re.sub(r"`(\w+)`", lambda found: options.get(found[1], found[0]), message)
+    return re.sub(r"(?<![\w.\-])(\w+)(?==[^=])", lambda found: flags.get(found[1], found[0]), message)
 
 
 def flag_of(setting: str) -> str:

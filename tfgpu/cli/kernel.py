@@ -26,10 +26,10 @@ def build_kernel(
     sources: argument(list[Path], "SOURCE", "C++ files, and CUDA files (.cu).", exists=True, dir_okay=False),
     output: option(Path | None, "The library [libNAME.so beside the first].", "--output", "-o", metavar="FILE") = None,
     cuda: option(bool | None, "Require the CUDA files, or skip them [build them if nvcc is installed].") = None,
-    arch: option(str, "nvcc's -arch: all-major, native, sm_90.", metavar="NAME") = "all-major",
-    timeout: option(float, "Limit for each compiler call.", metavar="SECONDS") = 600.0,
+    architectures: option(str, "nvcc's -arch: all-major, native, sm_90.", "--arch", metavar="NAME") = "all-major",
+    timeout_s: option(float, "Limit for each compiler call.", "--timeout", metavar="SECONDS") = 600.0,
 ) -> None:
     start_tensorflow()
     building = imported("tfgpu.interop.building")
-    library = building.build_kernel(sources, output=output, cuda=cuda, architectures=arch, timeout_s=timeout)
+    library = building.build_kernel(sources, output=output, cuda=cuda, architectures=architectures, timeout_s=timeout_s)
     print(library)

@@ -27,7 +27,7 @@ _OF_SSH = ("python", "directory", "ssh")
 _OF_SLURM = ("nodes", "time", "partition", "account", "sbatch", "dry_run", "wait")
 _OF_KUBERNETES = (
     *("name", "image", "claim", "claim_size", "storage_class", "namespace", "mount", "cpu", "memory", "shared_memory"),
-    *("port", "user", "pull_secret", "scheduling_timeout", "node_selector", "label", "in_image"),
+    *("port", "user", "pull_secret", "scheduling_s", "node_selector", "labels", "in_image"),
 )
 
 
@@ -44,19 +44,28 @@ class Options:
     evaluator: option(bool, "Add a process that evaluates what the others save.", "--evaluator") = False
     gpus_per_worker: option(int | None, "GPUs per worker [an equal share]; 0 trains on the CPU.", metavar="N") = None
     max_restarts: option(int, "How often to restart all processes after a failure.", metavar="N") = 0
-    startup_timeout: option(float, "Seconds to wait for all processes at the start.", metavar="SECONDS") = 60.0
-    heartbeat_timeout: option(
-        float, "Seconds without a heartbeat after which a process has failed; 0: never.", metavar="SECONDS"
+    startup_timeout_s: option(
+        float, "Seconds to wait for all processes at the start.", "--startup-timeout", metavar="SECONDS"
     ) = 60.0
-    grace_period: option(
+    heartbeat_timeout_s: option(
+        float,
+        "Seconds without a heartbeat after which a process has failed; 0: never.",
+        "--heartbeat-timeout",
+        metavar="SECONDS",
+    ) = 60.0
+    grace_period_s: option(
         float | None,
         f"Seconds to save after Ctrl-C, SIGTERM or preemption [{GRACE_S:g}; Slurm, Kubernetes: {_BATCH_GRACE_S}].",
+        "--grace-period",
         metavar="SECONDS",
     ) = None
     logs: option(Path | None, "Folder for the log files [tfgpu-logs/<time>-<script>].", metavar="DIR") = None
     no_logs: option(bool, "Write no log files.", "--no-logs") = False
-    env: option(
-        list[str] | None, "A variable for every process; without VALUE, its value here.", metavar="NAME[=VALUE]"
+    environment: option(
+        list[str] | None,
+        "A variable for every process; without VALUE, its value here.",
+        "--env",
+        metavar="NAME[=VALUE]",
     ) = None
     hosts: _ssh(str | None, "Machines to reach by ssh: host1,host2.", metavar="HOSTS") = None
     python: _ssh(str | None, "Python interpreter on the machines [as here].", metavar="PATH") = None
@@ -84,19 +93,21 @@ class Options:
     cpu: _kubernetes(str | None, "Cores of each pod [4].", metavar="N") = None
     memory: _kubernetes(str | None, "Memory of each pod [16Gi].", metavar="SIZE") = None
     shared_memory: _kubernetes(str | None, "/dev/shm of each pod [2Gi].", metavar="SIZE") = None
-    scheduling_timeout: _kubernetes(int | None, "Limit for the start of all pods [600].", metavar="SECONDS") = None
+    scheduling_s: _kubernetes(
+        int | None, "Limit for the start of all pods [600].", "--scheduling-timeout", metavar="SECONDS"
+    ) = None
     port: _kubernetes(int | None, "Port of the workers [2222].", metavar="PORT") = None
     user: _kubernetes(int | None, "User that the container runs as [10001].", metavar="UID") = None
     pull_secret: _kubernetes(str | None, "Secret for the image registry.", metavar="NAME") = None
     node_selector: _kubernetes(list[str] | None, "A label that nodes must have.", metavar="KEY=VALUE") = None
-    label: _kubernetes(list[str] | None, "A label for all objects.", metavar="KEY=VALUE") = None
+    labels: _kubernetes(list[str] | None, "A label for all objects.", "--label", metavar="KEY=VALUE") = None
 
 
 @app.command(
     "launch",
     cls=screen.first(
         *("script", "workers", "gpus_per_worker", "parameter_servers", "max_restarts", "hosts", "slurm", "kubernetes"),
-        *("env", "logs"),
+        *("environment", "logs"),
     ),
     short_help="Run a script as several processes that train together.",
     help="Run a script in several processes that train together, supervise them, and restart them after a failure.",
@@ -168,15 +179,15 @@ def _job(options: Options) -> Job:
         evaluator=options.evaluator,
         gpus_per_worker=options.gpus_per_worker,
         max_restarts=options.max_restarts,
-        startup_timeout_s=options.startup_timeout,
-        heartbeat_timeout_s=options.heartbeat_timeout,
+        startup_timeout_s=options.startup_timeout_s,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
         logs=options.logs or default_folder(options.script) if has_logs else None,
-        environment=_variables(options.env or ()),
+        environment=_variables(options.environment or ()),
     )
 
 
 def _launch(job: Job, options: Options) -> int:
-    grace_period_s = GRACE_S if options.grace_period is None else options.grace_period
+    grace_period_s = GRACE_S if options.grace_period_s is None else options.grace_period_s
     if options.slurm:
         from tfgpu.launch.slurm.allocation import Allocation
         from tfgpu.launch.slurm.submission import launch
@@ -195,7 +206,7 @@ def _launch(job: Job, options: Options) -> int:
 
 
 def _batch_grace_s(options: Options) -> int:
-    return _BATCH_GRACE_S if options.grace_period is None else math.ceil(options.grace_period)
+    return _BATCH_GRACE_S if options.grace_period_s is None else math.ceil(options.grace_period_s)
 
 
 def _warn_of_secrets(job: Job, options: Options) -> None:
@@ -228,9 +239,6 @@ def _manifests(job: Job, options: Options) -> str:
     path, in_image = Path(job.script), given.pop("in_image", False)
     if not in_image and not path.is_file():
         raise InputError(f"There is no script {job.script!r}. Give a file, or add --in-image for one in the image.")
-    for flag, field in (("scheduling_timeout", "scheduling_s"), ("label", "labels")):
-        if flag in given:
-            given[field] = given.pop(flag)
     for field in ("node_selector", "labels"):
         if field in given:
             given[field] = dict(_pair(text) for text in given[field])
@@ -259,5 +267,4 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
 
 def _only_with(engine: str, given: dict[str, Any]) -> None:
     for name in given:
-        flag = f"--{name.replace('_', '-')}"
-        raise InputError(f"{flag} is an option of {engine}. Add {engine.split()[0]}, or omit {flag}.")
+        raise InputError(f"`{name}` is an option of {engine}. Add {engine.split()[0]}, or omit `{name}`.")

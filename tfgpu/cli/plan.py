@@ -57,8 +57,10 @@ class Options:
         str, "`batch`: of the whole batch, as parallel.pipeline; `microbatch`: as Megatron-LM.", metavar="NAME"
     ) = "batch"
     device: _on(str, f"The kind of device. One of: {', '.join(hardware.DEVICES)}.", metavar="NAME") = "a100-80"
-    device_memory: _on(str | None, "Memory of a device, such as 80GB [the device's].", metavar="SIZE") = None
-    devices_per_host: _on(int, "Devices per host.") = 8
+    memory: _on(str | None, "Memory of a device, such as 80GB [the device's].", "--device-memory", metavar="SIZE") = (
+        None
+    )
+    per_host: _on(int, "Devices per host.", "--devices-per-host") = 8
     flops: _on(float | None, "Peak FLOP/s of a device, such as 312e12.") = None
     bandwidth: _on(str | None, "Bytes per second between devices of a host, such as 300GB.", metavar="SIZE") = None
     host_bandwidth: _on(str | None, "Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE") = (
@@ -92,7 +94,7 @@ class Options:
 )
 @with_options(Options)
 def show_plans(options: Options) -> None:
-    whole_number("--limit", options.limit)
+    whole_number("limit", options.limit)
     check_json(options.json_to)
     if options.precision not in PRECISIONS:
         raise unknown("precision", options.precision, PRECISIONS)
@@ -101,10 +103,10 @@ def show_plans(options: Options) -> None:
         work,
         options.devices,
         batch=options.batch,
-        memory=options.device_memory,
+        memory=options.memory,
         optimizer=options.optimizer,
         device=options.device,
-        per_host=options.devices_per_host,
+        per_host=options.per_host,
         flops=options.flops,
         bandwidth=None if options.bandwidth is None else hardware.bytes_of(options.bandwidth),
         host_bandwidth=None if options.host_bandwidth is None else hardware.bytes_of(options.host_bandwidth),
@@ -120,7 +122,7 @@ def show_plans(options: Options) -> None:
 
 
 def _about(options: Options, work: Workload) -> str:
-    size = options.device_memory or f"{hardware.known(options.device).memory_bytes >> 30} GiB"
+    size = options.memory or f"{hardware.known(options.device).memory_bytes >> 30} GiB"
     parameters = work.parameters if options.pretrained is None else known(options.pretrained).parameters
     return (
         f"{work.name}: {_count(parameters)} parameters, batches of {options.batch or 8 * options.devices:,}, "

@@ -6,7 +6,7 @@ from tfgpu import rendezvous
 from tfgpu.cli import screen
 from tfgpu.cli.flags import argument, option
 from tfgpu.cli.start import complain
-from tfgpu.run import interrupted, run
+from tfgpu.run import OPTION, interrupted, run
 
 app = typer.Typer()
 
@@ -27,7 +27,7 @@ def run_script(
         metavar="SECONDS",
     ) = None,
 ) -> None:
-    seconds = None if startup_timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: startup_timeout})
+    seconds = None if startup_timeout is None else rendezvous.timeout_s({OPTION: startup_timeout}, name=OPTION)
     try:
         run(script, arguments or [], startup_timeout_s=seconds)
     except KeyboardInterrupt as interrupt:

@@ -12,7 +12,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from tfgpu.cli import moved
 from tfgpu.cli.start import complain
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, MachineError
 
 HELP = {"help_option_names": ["-h", "--help", "--help-all"]}
 _ALL = "--help-all"
@@ -57,6 +57,13 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_ALL] = _ALL in args
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (InputError, MachineError) as error:
+            error.parameters = self.params  # for `flags.in_flags`
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = {each.name: each for each in self.params if not each.hidden}

@@ -56,7 +56,7 @@ def tune(
     pruner: _run(str | None, "Which trials to stop early: median, halving or none [median].", metavar="NAME") = None,
     monitor: _run(str | None, "What to minimize: val_error, val_loss, ... [val_error].", metavar="NAME") = None,
     study_seed: _run(int | None, "Seed of the search [0]. --seed is for training.") = None,
-    trial_timeout: _run(float | None, "Time limit of each trial.", metavar="SECONDS") = None,
+    timeout_s: _run(float | None, "Time limit of each trial.", "--trial-timeout", metavar="SECONDS") = None,
     resume: _run(bool, "Resume the study in --output.", "--resume") = False,
     allow_code: AllowCode = False,
     debug: Debug = False,
@@ -73,7 +73,7 @@ def tune(
     searched = _searched(search, space, allow_code=allow_code)
     console = Console(highlight=False, soft_wrap=True)
     how = dict(trials=trials, parallel=parallel, use_ray=use_ray, sampler=sampler, pruner=pruner, monitor=monitor)
-    how |= dict(seed=study_seed, timeout_s=trial_timeout, resume=resume, allow_code=allow_code)
+    how |= dict(seed=study_seed, timeout_s=timeout_s, resume=resume, allow_code=allow_code)
     try:
         with Console(stderr=True).status("starting TensorFlow"):
             start_tensorflow(debug=debug)

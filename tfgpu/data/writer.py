@@ -156,7 +156,7 @@ def _read(payloads: Iterator, name: str):
         return next(payloads)
     except tf.errors.OpError as error:
         message = " ".join(error.message.split())
-        raise InputError(f"Cannot read {name}: {message}. Skip corrupt examples with skip_corrupt.") from error
+        raise InputError(f"Cannot read {name}: {message}. Skip corrupt examples with `skip_corrupt`.") from error
 
 
 def _write_shard(path: Path, part: str, payloads, examples: Examples, indices) -> manifest.Shard:

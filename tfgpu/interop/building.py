@@ -55,7 +55,7 @@ def build_kernel(
     cpp, cu = _sorted(sources)
     nvcc = None if cuda is False or not cu else _nvcc()
     if cuda and not cu:
-        raise InputError(f"cuda=True needs a source that ends in {_CUDA}. Received: {', '.join(map(str, cpp))}.")
+        raise InputError(f"`cuda` needs a source that ends in {_CUDA}. Received: {', '.join(map(str, cpp))}.")
     if cuda and nvcc is None:
         raise MachineError("nvcc was not found. Set CUDA_HOME to the CUDA toolkit's folder, or omit `cuda`.")
     library = Path(output) if output is not None else cpp[0].with_name(f"lib{cpp[0].stem}.so")

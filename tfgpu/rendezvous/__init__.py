@@ -69,11 +69,12 @@ def join(
     _joined[key] = own
 
 
-def timeout_s(environ: Mapping[str, str] | None = None) -> float:
+def timeout_s(environ: Mapping[str, str] | None = None, *, name: str = TIMEOUT) -> float:
     """Reads TFGPU_STARTUP_TIMEOUT: the seconds to wait for the others; 0 skips the rendezvous.
 
     Args:
         environ: environment variables by name; `None` means this process's.
+        name: the variable, or the option that replaces it.
 
     Raises:
         InputError: it is not a number of seconds.
@@ -82,7 +83,7 @@ def timeout_s(environ: Mapping[str, str] | None = None) -> float:
         >>> timeout_s({}), timeout_s({"TFGPU_STARTUP_TIMEOUT": "300"})
         (60.0, 300.0)
     """
-    value = (os.environ if environ is None else environ).get(TIMEOUT, "").strip()
+    value = (os.environ if environ is None else environ).get(name, "").strip()
     if not value:
         return DEFAULT_TIMEOUT_S
     try:
@@ -91,7 +92,7 @@ def timeout_s(environ: Mapping[str, str] | None = None) -> float:
         seconds = -1.0
     if not 0 <= seconds <= 7 * 86400:
         raise InputError(
-            f"{TIMEOUT} must be a number of seconds from 0 (no waiting, no comparison) to a week. Received: {value!r}. "
-            f"Set, for example, {TIMEOUT}=300."
+            f"{name} must be a number of seconds from 0 (no waiting, no comparison) to a week. Received: {value!r}. "
+            f"Set, for example, {name}=300."
         )
     return seconds
