@@ -25,7 +25,7 @@ _LINE = re.compile(r"(?P<value>\S[^\n]*+)")
 _CLOSING = "\"'`,;)}]\\\r"
 _PLAIN = re.compile(r"(?i:true|false|none|null)\s*(?:[,;)}\]]|\Z)|(?:[\[({]|\$[A-Z_]{3,}|\$\{\w+\}|)[\s,;)}\]\"']*\Z")
 """No secrets: a constant, an opening bracket with its content on other lines, a shell's variable."""
-_LOOK_S = 128
+_LOOK = 128
 """Characters of a value that decide whether it looks like a secret."""
 _LOOKS_SECRET = re.compile(r"(?=[A-Za-z+/_.~=\-]*\d)(?=[\d+/_.~=\-]*[A-Za-z])[A-Za-z0-9+/_.~=\-]{8,}+(?!\()")
 
@@ -64,13 +64,12 @@ def _strong(text: str, found: re.Match) -> Span | None:
 
 
 def _weak(text: str, first: int) -> Span | None:
-    quoted = _QUOTED.match(text, first, first + _LOOK_S)
-    first = quoted.end("open") if quoted else first
-    looked = text[first : first + _LOOK_S].split(maxsplit=1)[:1] or [""]
-    if not _LOOKS_SECRET.match(looked[0]):
+    quoted = _QUOTED.match(text, first, first + _LOOK)
+    start = quoted.end("open") if quoted else first
+    if not _LOOKS_SECRET.match(text, start, start + _LOOK):
         return None
-    value = _QUOTED.match(text, quoted.start()) if quoted else _BARE.match(text, first)
-    return None if value is None else (first, first + len(value["value"].rstrip(_CLOSING)))
+    value = (_QUOTED if quoted else _BARE).match(text, first)
+    return start, start + len(value["value"].rstrip(_CLOSING))
 
 
 def _kept(text: str, first: int, last: int) -> Span | None:

@@ -8,11 +8,11 @@ import shlex
 import socket
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tfgpu.redact import assignments
-from tfgpu.redact.forms import FORMS, INSTEAD, REMOVED
+from tfgpu.redact.forms import REMOVED, RULES, Rule
 from tfgpu.redact.names import is_secret
 
 _SHORTEST_VALUE = 4
@@ -50,10 +50,17 @@ class Cleaner:
         self.removed: Counter[str] = Counter()
         secret = [value for name, value in environ.items() if is_secret(name) and not _is_folder(name, value)]
         written = {form for value in secret if len(value) >= _SHORTEST_VALUE for form in _written(value)}
-        self._values = sorted(written, key=len, reverse=True)
+        values = map(re.escape, sorted(written, key=len, reverse=True))
+        self._values = [Rule("value of a secret variable", re.compile(value)) for value in values]
+        self._personal = [Rule("e-mail address", _EMAIL)]
+        home = re.escape((home or os.path.expanduser("~")).rstrip("/"))
+        if len(home) > 1:
+            self._personal.append(Rule("home directory", re.compile(rf"{home}(?![\w\-])"), "~"))
         user, host = user or _user(), socket.gethostname() if host is None else host
-        self._home = (home or os.path.expanduser("~")).rstrip("/")
-        self._names = {user: "<user>", host: "<host>", host.partition(".")[0]: "<host>"}
+        for name, kind in {user: "user", host: "host", host.partition(".")[0]: "host"}.items():
+            if len(name) >= _SHORTEST_NAME and name not in ("root", "localhost"):
+                form = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+                self._personal.append(Rule(f"name of the {kind}", form, f"<{kind}>"))
 
     def hide(self, text: str) -> str:
         """The text without secrets and terminal colors.
@@ -62,23 +69,12 @@ class Cleaner:
             >>> Cleaner({}).hide("train.py --data /home/ada/x --api-key abc --host ada@box.example.org")
             'train.py --data /home/ada/x --api-key <removed> --host ada@box.example.org'
         """
-        for value in self._values:
-            text = self._replaced("value of a secret variable", re.compile(re.escape(value)), REMOVED, text)
-        text = _COLOR.sub("", text)
-        for kind, form in FORMS.items():
-            text = self._replaced(kind, form, INSTEAD.get(kind, REMOVED), text)
-        return "".join(self._without_assigned(text))
+        text = _COLOR.sub("", self._applied(self._values, text))
+        return "".join(self._without_assigned(self._applied(RULES, text)))
 
     def clean(self, text: str) -> str:
         """The text without secrets, e-mail addresses, the user's name, the home directory and this machine's name."""
-        text = self._replaced("e-mail address", _EMAIL, REMOVED, self.hide(text))
-        if len(self._home) > 1:
-            text = self._replaced("home directory", re.compile(rf"{re.escape(self._home)}(?![\w\-])"), "~", text)
-        for name, shown in self._names.items():
-            if len(name) >= _SHORTEST_NAME and name not in ("root", "localhost"):
-                form = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-                text = self._replaced(f"name of the {shown[1:-1]}", form, shown, text)
-        return text
+        return self._applied(self._personal, self.hide(text))
 
     def facts(self, value: Any, name: str = "") -> Any:
         """Facts, as JSON or YAML has them, with every text cleaned and the values of secret names removed.
@@ -98,9 +94,10 @@ class Cleaner:
             return REMOVED
         return value if isinstance(value, int | float) else self.clean(str(value))
 
-    def _replaced(self, kind: str, form: re.Pattern, instead: str, text: str) -> str:
-        text, count = form.subn(instead, text)
-        self.removed[kind] += count
+    def _applied(self, rules: Iterable[Rule], text: str) -> str:
+        for rule in rules:
+            text, count = rule.form.subn(rule.instead, text)
+            self.removed[rule.kind] += count
         return text
 
     def _without_assigned(self, text: str) -> Iterator[str]:

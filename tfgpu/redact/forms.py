@@ -1,6 +1,7 @@
 """Secrets that are recognized by their form alone. Every pattern takes linear time."""
 
 import re
+from typing import NamedTuple
 
 REMOVED = "<removed>"
 # A user name alone, or a user and a password; the password may hold `/` and `@`, but digits before a `/` are a port.
@@ -34,8 +35,19 @@ _BEFORE = "|".join(
 )
 _WORD = r"(?:(?P<quote>\\*+[\"'])(?:(?!(?P=quote))[^\n])*+(?:(?P=quote))?+|[^\s\"'|;&]++)"
 _URL_SAFE = r"[A-Za-z0-9_\-]"
-FORMS = {
-    kind: re.compile(form, re.DOTALL)
+
+
+class Rule(NamedTuple):
+    """What is replaced, as a report names it."""
+
+    kind: str
+    form: re.Pattern
+    instead: str = REMOVED
+
+
+_INSTEAD = {"credentials in a URL": f"{REMOVED}@", "password on a command line": rf"\g<kept>{REMOVED}"}
+RULES = [
+    Rule(kind, re.compile(form, re.DOTALL), _INSTEAD.get(kind, REMOVED))
     for kind, form in {
         "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)",
         "credentials in a URL": _CREDENTIALS,
@@ -47,6 +59,4 @@ FORMS = {
         "password on a command line": rf"(?P<kept>(?<![\w\-])(?:{_BEFORE})){_WORD}",
         "key of Weights & Biases": r"(?<=wandb login )(?:--relogin )?[A-Za-z0-9_\-]{20,}",
     }.items()
-}
-INSTEAD = {"credentials in a URL": f"{REMOVED}@", "password on a command line": rf"\g<kept>{REMOVED}"}
-"""What replaces a form, if not `REMOVED`."""
+]
