@@ -1,7 +1,7 @@
 """Reads examples from files, finds corrupt ones before training starts, and keeps decoded ones if they fit."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,18 +188,13 @@ def _examine(files: Files, reading: Reading) -> Examples:
     whole = reading.skip_corrupt or files.size <= reading.examine_bytes or _fits(files, reading)
     survey = _Survey(files, reading, whole)
     lost = (*files.lost, *survey.lost)
-    if lost and not reading.skip_corrupt:
-        raise InputError(
-            f"Corrupt: {lost[0]}{f' ({len(lost)} in total)' if len(lost) > 1 else ''}. "
-            "Repair or remove it, or skip corrupt examples with skip_corrupt (--skip-corrupt)."
-        )
+    if not reading.skip_corrupt:
+        _check_none_lost(lost)
     if not len(survey.good):
         raise InputError(f"{files.name}: none of its {files.count} examples can be read. Check the files.")
     shape, channels = survey.shape(reading.image_size, reading.any_size)
     labels, class_names = labels_of(survey.labels, name=files.name, class_names=files.class_names)
-    position = np.full(files.count, -1, np.int64)
-    position[survey.good] = np.arange(len(survey.good))
-    own = {part: position[indices][position[indices] >= 0] for part, indices in files.own.items()}
+    own = _splits_of(files, survey.good)
     if not len(own["train"]):
         raise InputError(f"{files.name}: none of its training examples can be read. Check the files.")
     facts = {"labels": labels, "shape": shape, "class_names": class_names, "own": own, "skipped": lost}
@@ -219,6 +214,21 @@ def _examine(files: Files, reading: Reading) -> Examples:
     load, where = _loader(files, survey.good, shape, 0 if as_they_are else channels, reading)
     facts["ahead"] = _ahead(files, survey.good)
     return Examples(files.name, load=load, where=None if whole else where, **facts)
+
+
+def _check_none_lost(lost: Sequence[str]) -> None:
+    if lost:
+        raise InputError(
+            f"Corrupt: {lost[0]}{f' ({len(lost)} in total)' if len(lost) > 1 else ''}. "
+            "Repair or remove it, or skip corrupt examples with skip_corrupt (--skip-corrupt)."
+        )
+
+
+def _splits_of(files: Files, good: np.ndarray) -> dict[str, np.ndarray]:
+    """The examples of each split, numbered among those that can be read."""
+    position = np.full(files.count, -1, np.int64)
+    position[good] = np.arange(len(good))
+    return {split: position[indices][position[indices] >= 0] for split, indices in files.own.items()}
 
 
 def _fits(files: Files, reading: Reading) -> bool:

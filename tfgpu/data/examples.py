@@ -153,27 +153,29 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
     if y.dtype.kind in "USO":
         words, labels = np.unique([w.decode() if isinstance(w, bytes) else str(w) for w in y], return_inverse=True)
         return labels.astype(np.int64), tuple(words.tolist())
-    if y.dtype.kind == "b" or (y.dtype.kind == "f" and y.ndim == 1 and np.all(y == np.floor(y))):
-        y = y.astype(np.int64)
-    if y.dtype.kind not in "iu":
+    are_whole = y.dtype.kind in "biu" or (y.dtype.kind == "f" and y.ndim == 1 and np.all(y == np.floor(y)))
+    if not are_whole:
         raise InputError(
             f"{name}: labels must be whole numbers from 0 to classes-1, or strings. Received: {y.dtype} of shape "
             f"{y.shape}. For one-hot rows use y.argmax(-1)."
         )
     labels = y.astype(np.int64)
+    _check_labels(labels, name, class_names)
+    return labels, tuple(map(str, class_names or range(int(labels.max()) + 1)))
+
+
+def _check_labels(labels: np.ndarray, name: str, class_names) -> None:
+    """Raises an `InputError` for numbers that are no classes."""
     if labels.min() < 0:
         raise InputError(f"{name}: labels must be 0 or more. Received: {labels.min()}. Number the classes from 0.")
     classes = int(labels.max()) + 1
-    if class_names:
-        if classes > len(class_names):
-            raise InputError(f"{name} has the label {classes - 1}, but {len(class_names)} classes. Number them from 0.")
-        return labels, tuple(str(c) for c in class_names)
-    if labels.ndim == 1 and classes > max(len(labels), 2):
+    if class_names and classes > len(class_names):
+        raise InputError(f"{name} has the label {classes - 1}, but {len(class_names)} classes. Number them from 0.")
+    if not class_names and labels.ndim == 1 and classes > max(len(labels), 2):
         raise InputError(
             f"{name}: labels must be 0 to classes-1. Received: {classes - 1} as the largest of {len(labels)} labels. "
             "Number the classes from 0 without gaps."
         )
-    return labels, tuple(str(c) for c in range(classes))
 
 
 def to_model(x: tf.Tensor) -> tf.Tensor:

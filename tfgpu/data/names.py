@@ -73,24 +73,35 @@ def parse_source(text: str) -> SourceName:
     text = text.strip()
     if text == "digits":
         return SourceName("digits", text)
+    kind, _, value = text.partition(":")
     if text.startswith("tfds:"):
-        name = text.removeprefix("tfds:")
-        if not _TFDS.fullmatch(name):
-            raise InputError(
-                f"'tfds:' takes the name of a tensorflow-datasets dataset with an optional configuration and version, "
-                f"and no `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
-            )
-        return SourceName("tfds", name)
+        return _tfds(value, text)
     if _URL.match(text):
         return SourceName("remote", text)
-    kind, _, value = text.partition(":")
     if kind in _PICTURES:
         return _pictures(kind, value, text)
     if kind == "corpus":
         return _corpus(value, text)
-    table = _table(text)
-    if table is not None:
-        return table
+    if (found := _table(text) or _files(text)) is not None:
+        return found
+    if _FUNCTION.fullmatch(text):
+        return SourceName("function", text)
+    if "/" in text or "\\" in text:
+        raise InputError(f"No such data folder or file: {text!r}. Check the path, which is relative to {Path.cwd()}.")
+    raise unknown("data source", text, _CHOICES)
+
+
+def _tfds(name: str, text: str) -> SourceName:
+    if not _TFDS.fullmatch(name):
+        raise InputError(
+            f"'tfds:' takes the name of a tensorflow-datasets dataset with an optional configuration and version, "
+            f"and no `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
+        )
+    return SourceName("tfds", name)
+
+
+def _files(text: str) -> SourceName | None:
+    """The kind of files at a path; None if there is nothing."""
     path = Path(text).expanduser()
     if path.name.lower().endswith(".npz") or path.is_dir() and _holds(path, ".npz"):
         return SourceName("npz", str(path))
@@ -103,11 +114,7 @@ def parse_source(text: str) -> SourceName:
             f"Cannot read {text!r} as data: it is not a .tfrecord, .csv, .parquet or .npz file. "
             "Use one of these, a folder of images by class, or module:function."
         )
-    if _FUNCTION.fullmatch(text):
-        return SourceName("function", text)
-    if "/" in text or "\\" in text:
-        raise InputError(f"No such data folder or file: {text!r}. Check the path, which is relative to {Path.cwd()}.")
-    raise unknown("data source", text, _CHOICES)
+    return None
 
 
 def check_encodable(paths: Iterable[Path]) -> None:

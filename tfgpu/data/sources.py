@@ -1,7 +1,7 @@
 """Opens a source of examples by name, or arrays and datasets that are passed directly."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from tfgpu.data import columns, folders, prepared, records, spool, tables
 from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, from_arrays
 from tfgpu.data.mixture import Mixture, joined
-from tfgpu.data.names import parse_source
+from tfgpu.data.names import SourceName, parse_source
 from tfgpu.data.splits import PARTS
 from tfgpu.data.storage import remote_records
 from tfgpu.data.storage.remote_files import Remote, is_url
@@ -73,34 +73,30 @@ def open_source(source, reading: Reading | None = None) -> Examples:
         corpus.check_no_length("arrays and streams", reading)
         return _from_values(source, name=_name(source), reading=reading)
     name = parse_source(source)
-    if name.kind == "corpus":
+    if name.kind != "corpus":
+        corpus.check_no_length(source, reading)
+    if name.kind in ("corpus", "digits"):
         check_unsized(source, reading.image_size)
-        return corpus.open_corpus(name.value, reading)
-    corpus.check_no_length(source, reading)
-    if name.kind == "digits":
-        check_unsized(source, reading.image_size)
-        return digits()
-    if name.kind == "folder":
-        return folders.open_folder(name.value, reading)
-    if name.kind == "records":
-        return records.open_records(name.value, reading)
-    if name.kind == "tfds":
-        return prepared.open_tfds(name.value, reading)
-    if name.kind in ("csv", "parquet"):
-        examples = tables.open_tables(name, reading)
+    examples = _OPENERS[name.kind](name, reading)
+    if name.kind in _MAY_HAVE_ONE_CLASS:
         _check_classes(examples)
-        return examples
-    if name.kind in ("images", "coco", "masks"):
-        examples = pictures.open_pictures(name, reading)
-        _check_classes(examples)
-        return examples
-    if name.kind == "npz":
-        examples = npz.open_npz(name.value, reading)
-        _check_classes(examples)
-        return examples
-    examples = _from_values(_call(name.value), name=name.value, reading=reading)
-    _check_classes(examples)
     return examples
+
+
+_OPENERS: dict[str, Callable[[SourceName, Reading], Examples]] = {
+    "corpus": lambda name, reading: corpus.open_corpus(name.value, reading),
+    "digits": lambda name, reading: digits(),
+    "folder": lambda name, reading: folders.open_folder(name.value, reading),
+    "records": lambda name, reading: records.open_records(name.value, reading),
+    "tfds": lambda name, reading: prepared.open_tfds(name.value, reading),
+    "remote": lambda name, reading: remote_records.open_remote(name.value, reading),
+    "npz": lambda name, reading: npz.open_npz(name.value, reading),
+    **dict.fromkeys(("csv", "parquet"), tables.open_tables),
+    **dict.fromkeys(("images", "coco", "masks"), pictures.open_pictures),
+    "function": lambda name, reading: _from_values(_call(name.value), name=name.value, reading=reading),
+}
+"""By the kind of a source's name."""
+_MAY_HAVE_ONE_CLASS = ("csv", "parquet", "images", "coco", "masks", "npz", "function")
 
 
 def _check_classes(examples: Examples) -> None:
@@ -129,37 +125,43 @@ def _call(text: str):
 
 
 def _from_values(values, *, name: str, reading: Reading) -> Examples:
-    whole = not isinstance(values, Mapping)
-    parts = {"train": values} if whole else dict(values)
-    for key in parts:
-        if key not in PARTS:
-            raise unknown(f"split of {name}", key, PARTS)
-    if "train" not in parts:
-        raise InputError(f"{name}: the dict of splits needs 'train'. Received: {', '.join(parts) or 'nothing'}.")
-    kinds = {_kind(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
+    has_splits = isinstance(values, Mapping)
+    splits = dict(values) if has_splits else {"train": values}
+    _check_splits(splits, name)
+
+    def converted(by: Callable[[object, str], object]) -> dict:
+        return {split: by(each, f"{name}, {split}" if has_splits else name) for split, each in splits.items()}
+
+    kinds = set(converted(_kind).values())
+    if kinds == {"columns"}:
+        return columns.open_columns(splits, name=name, reading=reading)
+    check_unsized(name, reading.image_size)
     if kinds == {"stream"}:
-        parts = {part: _examples(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
-        structured, parts = _structured_streams(parts)
-        if structured:
-            parts = {part: stacked(value, name=name, reading=reading) for part, value in parts.items()}
+        are_structured, splits = _structured_streams(converted(_examples))
+        if are_structured:
+            splits = converted(lambda each, _: stacked(each, name=name, reading=reading))
             kinds = {"structured"}
     if kinds == {"structured"}:
-        check_unsized(name, reading.image_size)
-        return open_structured(parts, name=name, reading=reading)
-    if kinds != {"columns"}:
-        check_unsized(name, reading.image_size)
-    if kinds == {"columns"}:
-        return columns.open_columns(parts, name=name, reading=reading)
+        return open_structured(splits, name=name, reading=reading)
     if kinds == {"arrays"}:
-        pairs = {part: _arrays(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
-        return from_arrays(*pairs["train"], name=name, task=reading.task) if whole else _joined(pairs, name, reading)
+        pairs = converted(_arrays)
+        if has_splits:
+            return _joined(pairs, name, reading)
+        return from_arrays(*pairs["train"], name=name, task=reading.task)
     if "structured" in kinds:
         raise InputError(f"{name}: all splits must have the same structure, with or without names and sample weights.")
     if "columns" in kinds:
         mixed = f"{name}: all splits or none must be Hugging Face datasets."
-        raise InputError(f"{mixed} Received: {', '.join(parts)}.")
-    chunks = {part: _chunks(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
-    return spool.keep_rows(chunks, name=name, reading=reading)
+        raise InputError(f"{mixed} Received: {', '.join(splits)}.")
+    return spool.keep_rows(converted(_chunks), name=name, reading=reading)
+
+
+def _check_splits(splits: Mapping, name: str) -> None:
+    for split in splits:
+        if split not in PARTS:
+            raise unknown(f"split of {name}", split, PARTS)
+    if "train" not in splits:
+        raise InputError(f"{name}: the dict of splits needs 'train'. Received: {', '.join(splits) or 'nothing'}.")
 
 
 def _name(value) -> str:
