@@ -106,20 +106,24 @@ class Gpus:
         found = {index: self._made(handle, str(index)) for index, handle in handles.items()}
         parts = {index: self._slices(index, each.handle) for index, each in found.items()}
         if self._shown is not None:
-            uuids = [found[index].uuid if index in found else None for index in range(self._count)]
-            shown, _ = driver.visible(self._shown, uuids)
-            named = [word.strip() for word in self._shown.split(",") if word.strip().startswith("MIG-")]
-            parts = {
-                index: [part for part in each if index in shown or any(part.uuid.startswith(name) for name in named)]
-                for index, each in parts.items()
-            }
-            found = {index: each for index, each in found.items() if index in shown or parts[index]}
+            parts = self._visible_slices(self._shown, found, parts)
+            found = {index: found[index] for index in parts}
         all_of_them = [one for index, each in found.items() for one in (each, *parts[index])]
         # Counters continue with the new handle.
         for each in all_of_them:
             if old := known.get(each.uuid):
                 each.first_mj, each.energy_j, each.before = old.first_mj, old.energy_j, old.before
         self._watched = {each.uuid or each.label: each for each in all_of_them}
+
+    def _visible_slices(
+        self, visible: str, found: dict[int, _Watched], parts: dict[int, list[_Watched]]
+    ) -> dict[int, list[_Watched]]:
+        """The MIG slices, of each GPU that CUDA_VISIBLE_DEVICES names, or of which it names a slice."""
+        shown, _ = driver.visible(visible, [found[at].uuid if at in found else None for at in range(self._count)])
+        names = tuple(word.strip() for word in visible.split(",") if word.strip().startswith("MIG-"))
+        named = {index: [part for part in each if part.uuid.startswith(names)] for index, each in parts.items()}
+        named = {index: each for index, each in named.items() if each}
+        return {index: parts[index] if index in shown else named[index] for index in parts if index in {*shown, *named}}
 
     def _slices(self, index: int, handle: Any) -> list[_Watched]:
         slices = driver.slices(self._nvml, handle)

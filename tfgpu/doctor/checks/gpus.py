@@ -12,6 +12,7 @@ from tfgpu.sensors import nvml
 
 MUCH = 0.1
 """From this share of a GPU's memory in use, its processes are named."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Systems that set CUDA_VISIBLE_DEVICES for their processes, by a variable that they set.
 _SHARING = {
     HEARTBEAT: "tfgpu's launcher",
@@ -74,33 +75,37 @@ def lost(facts: Mapping[str, dict]) -> list[Check]:
 
 
 def visible(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
-    name, value = "CUDA_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = facts["driver"].get("gpus", [])
+    value = environ.get(_VISIBLE)
     if value is None:
-        return Check(name, "ok", "not set")
-    shown, stray = visible_gpus(value, gpus, facts["driver"].get("lost", []))
+        return Check(_VISIBLE, "ok", "not set")
+    gpus, lost = facts["driver"].get("gpus", []), facts["driver"].get("lost", [])
+    shown, stray = visible_gpus(value, gpus, lost)
     text = f"{value!r}, shows {len(shown)} of {len(gpus)} GPU(s)"
     if stray and gpus:
         command = only(gpu["uuid"] for gpu in gpus)
-        return Check(name, "problem", f"{text}: CUDA stops reading at {stray!r}", command=command)
+        return Check(_VISIBLE, "problem", f"{text}: CUDA stops reading at {stray!r}", command=command)
     if not gpus or "MIG-" in value:
-        return Check(name, "ok", text)
-    by = shared_out(environ)
-    if by and (shown or by == _SHARING[HEARTBEAT]):
-        return Check(name, "ok", f"{text}, by {by}")
-    if by:
-        return Check(name, "warning", f"{text}: training runs on the CPU", f"Request GPUs from {by}.")
+        return Check(_VISIBLE, "ok", text)
+    if by := shared_out(environ):
+        if shown or by == _SHARING[HEARTBEAT]:
+            return Check(_VISIBLE, "ok", f"{text}, by {by}")
+        return Check(_VISIBLE, "warning", f"{text}: training runs on the CPU", f"Request GPUs from {by}.")
+    return _hidden(gpus, shown, text, any_lost=bool(lost))
+
+
+def _hidden(gpus: Sequence[Mapping], shown: Sequence[int], text: str, *, any_lost: bool) -> Check:
+    """GPUs that the user's own CUDA_VISIBLE_DEVICES hides, although they are free."""
     free = [gpu for gpu in gpus if gpu["index"] not in shown and is_free(gpu)]
     if shown and not free:
-        hidden = len(shown) < len(gpus)
-        return Check(name, "ok", f"{text}; the hidden ones are in use or faulty" if hidden else text)
+        text += "; the hidden ones are in use or faulty" if len(shown) < len(gpus) else ""
+        return Check(_VISIBLE, "ok", text)
     chosen = [gpu for gpu in gpus if gpu["index"] in shown or gpu in free]
-    whole = len(chosen) == len(gpus) and not facts["driver"].get("lost")
-    command = "unset CUDA_VISIBLE_DEVICES" if whole or not chosen else only(gpu["uuid"] for gpu in chosen)
+    is_all = len(chosen) == len(gpus) and not any_lost
+    command = f"unset {_VISIBLE}" if is_all or not chosen else only(gpu["uuid"] for gpu in chosen)
     if not shown:
-        return Check(name, "warning", f"{text}: training runs on the CPU", command=command)
+        return Check(_VISIBLE, "warning", f"{text}: training runs on the CPU", command=command)
     text += f": GPU {', '.join(str(gpu['index']) for gpu in free)} stays unused"
-    return Check(name, "warning", text, f"{command}  (unless the others are reserved for someone else)", command)
+    return Check(_VISIBLE, "warning", text, f"{command}  (unless the others are reserved for someone else)", command)
 
 
 def shared_out(environ: Mapping[str, str]) -> str:

@@ -25,19 +25,10 @@ def processor(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Che
         whole = max(1, round(quota))
         text += f", but a CPU quota of {quota:g}: TensorFlow starts {cores} threads, which slow each other down"
         return [Check("CPU", "warning", text, command=_threads(whole))]
-    too_many = {name: value for name, value in found.get("threads", {}).items() if _number(value) > usable}
-    if too_many:
-        named = ", ".join(f"{name}={value}" for name, value in too_many.items())
-        return [Check("CPU", "warning", f"{text}, but {named}", command=f"unset {' '.join(too_many)}")]
-    odd = {name: value for name, value in found.get("threads", {}).items() if not _is_number(value)}
-    if odd:
-        told = ", ".join(f"{name}={value!r}" for name, value in odd.items())
-        return [Check("CPU", "warning", f"{text}; not a number: {told}", command=f"unset {' '.join(odd)}")]
-    alone = usable >= 4 and not environ.get(HEARTBEAT)  # in a launch, several processes share the cores
-    lone = [name for name, value in found.get("threads", {}).items() if _number(value) == 1 and alone]
-    if lone:
-        told = f"{text}, but {', '.join(lone)} allows one thread"
-        return [Check("CPU", "warning", told, command=f"unset {' '.join(lone)}")]
+    is_alone = usable >= 4 and not environ.get(HEARTBEAT)  # in a launch, several processes share the cores
+    wrong, why = _wrong_threads(found.get("threads", {}), usable, is_alone=is_alone)
+    if wrong:
+        return [Check("CPU", "warning", text + why, command=f"unset {' '.join(wrong)}")]
     gpus = len(facts["driver"].get("gpus") or [])
     if gpus and usable < 2 * gpus:
         text += f", for {gpus} GPU(s): too few to feed them"
@@ -46,6 +37,16 @@ def processor(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Che
         ]
     everything = found.get("all_cores") or cores
     return [Check("CPU", "ok", text + (f" of {everything}" if everything > cores else ""))]
+
+
+def _wrong_threads(threads: Mapping[str, str], usable: float, *, is_alone: bool) -> tuple[list[str], str]:
+    """The variables whose number of threads is wrong, and why."""
+    if many := [name for name, value in threads.items() if _number(value) > usable]:
+        return many, f", but {', '.join(f'{name}={threads[name]}' for name in many)}"
+    if odd := [name for name, value in threads.items() if not _is_number(value)]:
+        return odd, f"; not a number: {', '.join(f'{name}={threads[name]!r}' for name in odd)}"
+    single = [name for name, value in threads.items() if is_alone and _number(value) == 1]
+    return single, f", but {', '.join(single)} allows one thread"
 
 
 def _threads(count: int) -> str:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,24 +59,29 @@ def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool
         >>> ending([Record(75, 12.0, asked=10.0), Record(75, 11.0, asked=10.0)], 0)
         Ending(code=75, member=1, asked=True)
     """
-    present = [(rank, record) for rank, record in enumerate(records) if record is not None]
-    failed = sorted((record.ended, rank) for rank, record in present if record.code and record.asked is None)
-    asked = sorted((record.asked, rank) for rank, record in present if record.asked is not None and record.code)
     if chief_ends and records[0] is not None and records[0].code == 0:
         return Ending(0)
-    wrong = [rank for _, rank in failed if records[rank].code == WRONG_INPUT]
-    if wrong:
-        return Ending(WRONG_INPUT, wrong[0])
-    if asked and (step_code == 0 or len(present) == len(records)) and (not failed or asked[0] < failed[0]):
-        # Of those that were asked to stop, one that saved decides: there is a checkpoint to resume from.
-        ended = sorted((records[rank].code != PREEMPTED, records[rank].ended, rank) for _, rank in asked)
-        return Ending(records[ended[0][2]].code, ended[0][2], asked=True)
-    if failed:
-        return Ending(records[failed[0][1]].code, failed[0][1])
     lost = [rank for rank, record in enumerate(records) if record is None]
+    bad = {rank: record for rank, record in enumerate(records) if record is not None and record.code}
+    asked = [rank for rank, record in bad.items() if record.asked is not None]
+    failed = sorted(bad.keys() - asked, key=lambda rank: (bad[rank].ended, rank))
+    for rank in failed:
+        if bad[rank].code == WRONG_INPUT:
+            return Ending(WRONG_INPUT, rank)
+    if asked and (step_code == 0 or not lost) and _came_first(asked, failed, bad):
+        # Of those that were asked to stop, one that saved decides: there is a checkpoint to resume from.
+        first = min(asked, key=lambda rank: (bad[rank].code != PREEMPTED, bad[rank].ended, rank))
+        return Ending(bad[first].code, first, asked=True)
+    if failed:
+        return Ending(bad[failed[0]].code, failed[0])
     if lost:  # srun may return 0 for it.
         return Ending(step_code or KILLED, lost[0])
     return Ending(step_code)
+
+
+def _came_first(asked: Sequence[int], failed: Sequence[int], bad: Mapping[int, Record]) -> bool:
+    """Whether the first request to stop came before the first failure."""
+    return not failed or min((bad[rank].asked, rank) for rank in asked) < (bad[failed[0]].ended, failed[0])
 
 
 class Allocated:
