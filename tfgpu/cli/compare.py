@@ -1,6 +1,7 @@
 """`tfgpu compare`: runs side by side."""
 
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -44,10 +45,23 @@ def compare(
     found = comparing.compare(runs)
     if put_json(found.as_json(), as_json=as_json, json_to=json_to):
         return
-    names = [printable(run.name) for run in found.runs]
-    shown = _told_apart(names)
     console = Console(highlight=False, markup=False)
-    width = console.width - max(map(len, shown)) - 2
+    names = [printable(run.name) for run in found.runs]
+    table, left = _table(found, _told_apart(names), console.width)
+    console.print(table)
+    for name, run in zip(names, found.runs, strict=True):
+        if run.state != "finished":
+            console.print(f"{name}: {printable(run.state)}")
+    if left:
+        console.print(f"Other settings that differ: {', '.join(left)}.")
+    console.print(f"{comparing.write(found, output)}")
+
+
+def _table(found: Any, names: list[str], width: int) -> tuple[Table, list[str]]:
+    """The results and the differing settings that fit a width, and the names of the settings that do not."""
+    from tfgpu.recipes import compare as comparing
+
+    width -= max(map(len, names)) + 2
     results = [name for name in _TELLING if any(name in run.results for run in found.runs)]
     told = {_title(name): [comparing.text(name, run.results.get(name)) for run in found.runs] for name in results}
     columns, _, width = _fitting(told, width)
@@ -62,15 +76,9 @@ def compare(
         table.add_column(title, justify="right", no_wrap=True)
     for name in fitting:
         table.add_column(name, no_wrap=True)
-    for at, name in enumerate(shown):
-        table.add_row(name, *(column[at] for column in columns.values()), *(each[at] for each in fitting.values()))
-    console.print(table)
-    for name, run in zip(names, found.runs, strict=True):
-        if run.state != "finished":
-            console.print(f"{name}: {printable(run.state)}")
-    if left:
-        console.print(f"Other settings that differ: {', '.join(left)}.")
-    console.print(f"{comparing.write(found, output)}")
+    for row in zip(names, *columns.values(), *fitting.values(), strict=True):
+        table.add_row(*row)
+    return table, left
 
 
 def _told_apart(names: list[str]) -> list[str]:

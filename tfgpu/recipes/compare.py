@@ -4,7 +4,7 @@ import csv
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,25 +46,29 @@ class Run:
     @property
     def results(self) -> dict[str, float]:
         """Accuracy, loss and perplexity (test, and best validation), and speed."""
+        return {**self._validated(), **self._tested(), "epochs": len(self.rows), **self._speed()}
+
+    def _validated(self) -> dict[str, float]:
         found = {}
-        validated = dict.fromkeys(name for row in self.rows for name in row if name.startswith("val_"))
-        for name in sorted(validated, key=lambda name: name not in ("val_accuracy", "val_loss")):
-            values = [row[name] for row in self.rows if math.isfinite(row.get(name, math.nan))]
+        names = dict.fromkeys(name for row in self.rows for name in row if name.startswith("val_"))
+        for name in _main_first(names, "val_accuracy", "val_loss"):
+            values = [value for row in self.rows if math.isfinite(value := row.get(name, math.nan))]
             if values:
                 found[f"best {name}"] = (max if is_rising(name) else min)(values)
-        tested = [name for name in self.facts if name.startswith("test_") and name != "test_examples"]
-        for name in sorted(tested, key=lambda name: name not in ("test_accuracy", "test_loss")):
-            if _is_number(self.facts.get(name)):
-                found[name] = float(self.facts[name])
-        found["epochs"] = len(self.rows)
-        steps = [row["step_time_s"] for row in self.rows if row.get("step_time_s", 0) > 0]
-        batch = self.settings.get("global_batch")
-        if steps:
+        return found
+
+    def _tested(self) -> dict[str, float]:
+        names = [name for name, value in self.facts.items() if name.startswith("test_") and _is_number(value)]
+        names = _main_first(names, "test_accuracy", "test_loss")
+        return {name: float(self.facts[name]) for name in names if name != "test_examples"}
+
+    def _speed(self) -> dict[str, float]:
+        found = {}
+        if steps := [row["step_time_s"] for row in self.rows if row.get("step_time_s", 0) > 0]:
             found["step_ms"] = 1e3 * statistics.median(steps)
-            if _is_number(batch):
+            if _is_number(batch := self.settings.get("global_batch")):
                 found["examples/s"] = batch / statistics.median(steps)
-        times = [row["epoch_time_s"] for row in self.rows if "epoch_time_s" in row]
-        if times:
+        if times := [row["epoch_time_s"] for row in self.rows if "epoch_time_s" in row]:
             found["training_s"] = sum(times)
         return found
 
@@ -108,9 +112,19 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     Example:
         >>> compare(["runs/a", "runs/b"])  # doctest: +SKIP
     """
+    _check_runs(paths)
+    places = list(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
+    runs = tuple(_read(place, name) for place, name in zip(places, _names(places), strict=True))
+    if not any(run.settings for run in runs):
+        raise InputError(f"None of these runs can be read: {', '.join(map(str, paths))}. {runs[0].state}")
+    differing, same = _split([run.settings for run in runs])
+    about, _ = _split([_about(run.facts) if run.facts else {} for run in runs])
+    return Comparison(runs, differing, same, about)
+
+
+def _check_runs(paths: Sequence[str | Path]) -> None:
     if not paths:
         raise InputError("Pass the run directories to compare, such as runs/a runs/b.")
-    places = list(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
     missing = [str(path) for path in paths if not Path(path).is_dir()]
     if missing:
         raise InputError(f"There is no directory {', '.join(missing)}. Pass directories that `tfgpu train` created.")
@@ -120,28 +134,18 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
             f"Not a tfgpu run: {', '.join(strange)} (no {directory.CONFIG}). Pass only directories that `tfgpu train` "
             "created."
         )
-    runs = tuple(_read(place, name) for place, name in zip(places, _names(places), strict=True))
-    whole = [run for run in runs if run.settings]
-    if not whole:
-        raise InputError(f"None of these runs can be read: {', '.join(map(str, paths))}. {runs[0].state}")
-    settings = dict.fromkeys(name for run in whole for name in run.settings)
-    by_run = {name: [run.settings.get(name) for run in runs] for name in settings}
-    differs = {name for name in settings if not _are_same(run.settings[name] for run in whole if name in run.settings)}
-    about = {name: [_about(run.facts).get(name) for run in runs] for name in _about({})}
-    return Comparison(
-        runs,
-        {name: values for name, values in by_run.items() if name in differs},
-        {
-            name: next(run.settings[name] for run in whole if name in run.settings)
-            for name in settings
-            if name not in differs
-        },
-        {
-            name: values
-            for name, values in about.items()
-            if not _are_same(_about(run.facts).get(name) for run in whole if run.facts)
-        },
-    )
+
+
+def _split(of_runs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """The names whose values differ among the runs that have them, with a value per run; and the other names."""
+    names = dict.fromkeys(name for each in of_runs for name in each)
+    values = {name: [each[name] for each in of_runs if name in each] for name in names}
+    same = {name: known[0] for name, known in values.items() if all(each == known[0] for each in known)}
+    return {name: [each.get(name) for each in of_runs] for name in names if name not in same}, same
+
+
+def _main_first(names: Iterable[str], *main: str) -> list[str]:
+    return sorted(names, key=lambda name: name not in main)
 
 
 def write(comparison: Comparison, path: str | Path) -> Path:
@@ -306,11 +310,6 @@ def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
         **{name: versions.get(name) for name in ("tfgpu", "tensorflow", "keras", "python")},
         "git commit": facts.get("git_commit"),
     }
-
-
-def _are_same(values: Any) -> bool:
-    first, *others = list(values) or [None]
-    return all(other == first for other in others)
 
 
 def _finite(row: Mapping[str, float]) -> dict[str, float | None]:

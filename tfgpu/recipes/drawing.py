@@ -103,30 +103,28 @@ def chart(
         ticks: a formatter for the vertical axis.
         from_zero: whether the vertical axis starts at zero.
     """
-    series = {
-        name: (
-            [n for n, row in enumerate(rows, start=1) if row.get(name) is not None],
-            [row[name] * scale for row in rows if row.get(name) is not None],
-        )
-        for name in names
-    }
-    series = {name: points for name, points in series.items() if points[0]}
-    if not series:
+    columns = {name: _by_epoch(rows, name, scale) for name in names}
+    columns = {name: points for name, points in columns.items() if points}
+    if not columns:
         return None
     made, axes = figure()
-    for (epochs, values), color in zip(series.values(), (FIRST, SECOND), strict=False):
-        axes.plot(epochs, values, color=color, linewidth=1.8, marker="o", markersize=3 if len(epochs) < 3 else 0)
-    watched = series.get(names[-1]) if best and len(names) > 1 else None
-    if watched and best in watched[0]:
-        value = watched[1][watched[0].index(best)]
-        axes.plot([best], [value], "o", color=SECOND, markersize=5.5, zorder=5)
+    for points, color in zip(columns.values(), (FIRST, SECOND), strict=False):
+        size = 3 if len(points) < 3 else 0
+        axes.plot([*points], [*points.values()], color=color, linewidth=1.8, marker="o", markersize=size)
+    watched = columns.get(names[-1]) if best and len(names) > 1 else None
+    if watched and best in watched:
+        axes.plot([best], [watched[best]], "o", color=SECOND, markersize=5.5, zorder=5)
     if from_zero:
-        highest = max(value for _, values in series.values() for value in values)
-        axes.set_ylim(0, 1.08 * highest or 1.0)
+        axes.set_ylim(0, 1.08 * max(max(points.values()) for points in columns.values()) or 1.0)
     style(axes, ticks)
     return {
         "title": title,
         "svg": svg(made, salt=title),
-        "legend": [labels[name] for name in series if labels and name in labels],
+        "legend": [labels[name] for name in columns if labels and name in labels],
         "best": best if watched else None,
     }
+
+
+def _by_epoch(rows: Sequence[Mapping[str, Any]], name: str, scale: float) -> dict[int, float]:
+    """The values of a column by epoch, from 1."""
+    return {n: row[name] * scale for n, row in enumerate(rows, start=1) if row.get(name) is not None}

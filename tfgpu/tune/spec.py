@@ -90,33 +90,41 @@ def spec_for(
     Raises:
         InputError: a study exists without `resume`, or does not exist with it, or differs from the arguments.
     """
-    given = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if search:
+        asked["space"] = space.parse_search(search)
     if not resume:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            kind = "holds a study" if (folder / FILE).is_file() else "is not an empty folder"
-            raise InputError(f"{str(folder)!r} {kind}. Add --resume to resume a study, or give another folder.")
-        base = recipe or Recipe()
-        found = space.parse_search(search) if search else space.default_space(base)
-        return StudySpec(folder, _explicit(base, found), found, **{**_DEFAULTS, **given})
-    if not (folder / FILE).is_file():
-        raise InputError(f"{str(folder)!r} has no study to resume: {FILE} is missing. Omit --resume.")
-    kept = _recorded(folder / FILE)
-    own = recipe.model_dump() if recipe else {}
-    refuse_code(kept["recipe"], str(folder / FILE), allow=allow_code, given=own)
-    refuse_code_searched(kept["search"], str(folder / FILE), allow=allow_code)
-    base = recipes.make(kept["recipe"], source=str(folder / FILE))
-    spec = StudySpec(folder, base, space.parse_search(kept["search"]), **{name: kept[name] for name in _DEFAULTS})
-    asked = {**given, **({"search": space.parse_search(search)} if search else {})}
+        return _new(folder, recipe or Recipe(), asked)
+    spec = _read(folder, allow_code=allow_code, given=recipe.model_dump() if recipe else {})
     if recipe is not None:
         asked["recipe"] = _explicit(recipe, spec.space)
-    now = {"search": spec.space, "recipe": spec.recipe, **{name: getattr(spec, name) for name in _DEFAULTS}}
-    differing = [name for name, value in asked.items() if value != now[name]]
-    if differing:
-        raise InputError(
-            f"Cannot resume {str(folder)!r} with another {differing[0]}, since trials would not be comparable. Omit "
-            "it, or start a new study."
-        )
+    for name, value in asked.items():
+        if value != getattr(spec, name):
+            raise InputError(
+                f"Cannot resume {str(folder)!r} with another {'search' if name == 'space' else name}, since trials "
+                "would not be comparable. Omit it, or start a new study."
+            )
     return spec
+
+
+def _new(folder: Path, recipe: Recipe, asked: Mapping[str, Any]) -> StudySpec:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        kind = "holds a study" if (folder / FILE).is_file() else "is not an empty folder"
+        raise InputError(f"{str(folder)!r} {kind}. Add --resume to resume a study, or give another folder.")
+    found = asked.get("space") or space.default_space(recipe)
+    return StudySpec(folder, _explicit(recipe, found), **{**_DEFAULTS, **asked, "space": found})
+
+
+def _read(folder: Path, *, allow_code: bool, given: Mapping[str, Any]) -> StudySpec:
+    """The recorded study; `given` are settings that replace what is recorded."""
+    file = folder / FILE
+    if not file.is_file():
+        raise InputError(f"{str(folder)!r} has no study to resume: {FILE} is missing. Omit --resume.")
+    kept = _recorded(file)
+    refuse_code(kept["recipe"], str(file), allow=allow_code, given=given)
+    refuse_code_searched(kept["search"], str(file), allow=allow_code)
+    base = recipes.make(kept["recipe"], source=str(file))
+    return StudySpec(folder, base, space.parse_search(kept["search"]), **{name: kept[name] for name in _DEFAULTS})
 
 
 @contextlib.contextmanager

@@ -204,7 +204,7 @@ def _feeds(event: Event, feeding: set[int]) -> bool:
 def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
     event, outer = item.event, item.outer
     name, span = event.name, (event.start, event.end)
-    if _feeds(event, feeding) or any(_feeds(each, feeding) for each in outer):
+    if any(_feeds(each, feeding) for each in (event, *outer)):
         return
     if _NEXT.match(name):
         found.waits.append(span)
@@ -223,17 +223,21 @@ def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
     elif "step_num" in event.stats and "_r" in event.stats:
         found.marks.append(span)
     elif name == "EagerExecute":
-        # Eager operations during tracing do not belong to the step.
-        kind = str(event.stats.get("eager_op", ""))
-        if not event.stats.get("is_func") and not _prepares(kind) and not any(e.name == _GRAPHS for e in outer):
+        if kind := _eager_kind(event, outer):
             found.eager.append(Named(kind, *span))
     elif name == "KernelAndDeviceFunc::Run":
-        kind = next((e.stats for e in reversed(outer) if e.name == "EagerExecute"), {})
-        if kind and not kind.get("is_func") and not _prepares(str(kind.get("eager_op"))):
-            if not any(each.name == _GRAPHS for each in outer):
-                found.operations.append(Operation(str(kind["eager_op"]), str(kind["eager_op"]), *span, event.length))
+        asked = next((each for each in reversed(outer) if each.name == "EagerExecute"), None)
+        if asked is not None and (kind := _eager_kind(asked, outer)):
+            found.operations.append(Operation(kind, kind, *span, event.length))
     else:
         _operation(item, found)
+
+
+def _eager_kind(event: Event, outer: tuple[Event, ...]) -> str:
+    """The operation that Python ran; "" for a function, for the input's, and while a graph is traced."""
+    kind = str(event.stats.get("eager_op", ""))
+    is_of_step = not event.stats.get("is_func") and not any(each.name == _GRAPHS for each in outer)
+    return kind if is_of_step and not _prepares(kind) else ""
 
 
 def _block(event: Event) -> Block:
