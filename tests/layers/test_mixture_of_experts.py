@@ -120,7 +120,7 @@ def test_each_expert_draws_for_itself_as_one_network_would():
     ("how", "words"),
     [
         ({"num_experts": 0}, "num_experts"),
-        ({"top_k": 5}, "at most the number of experts. Received: 5 of 4"),
+        ({"top_k": 5}, "at most `num_experts`. Received: 5 of 4"),
         ({"capacity_factor": 0.0}, "or None for no limit"),
         ({"balance_loss": -1.0}, "`balance_loss` must be 0 or more"),
     ],
