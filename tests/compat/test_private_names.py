@@ -1,7 +1,7 @@
 """Private names of Keras and TensorFlow appear only in `compat/`: read from the syntax tree.
 
 What it cannot see: a name that code puts together, or one that the file also gives to something of its own; a text
-that no source here has (of KerasHub where it is not installed, unless `compat/keras_hub` has it); modules by path.
+that no source here has (of KerasHub where it is not installed, unless `compat/keras_hub` has it).
 """
 
 import ast
@@ -17,6 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "tfgpu"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "compat")
 MODULES = ("keras.src", "tensorflow.python", "tensorflow.compiler", "tensorflow.core")
+PATHS = re.compile(r"keras/src\b|tensorflow/python\b")
 # Underscored, and not of Keras or TensorFlow: Python's own, and Spark's gateway to the Java virtual machine.
 OTHERS = {
     "_asdict",
@@ -182,7 +183,8 @@ def private_modules(path: Path) -> list[tuple[int, str]]:
         for name in names:
             if name.startswith(MODULES) and not any(name.startswith(each) for each in FORMATS):
                 found.append((node.lineno, name))
-    return found
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return found + [(at, part) for at, line in enumerate(lines, start=1) for part in PATHS.findall(line)]
 
 
 def private_attributes(path: Path) -> list[tuple[int, str]]:
@@ -247,9 +249,10 @@ def test_a_private_name_is_found(tmp_path):
         "    def h(self, other, name):\n"
         "        getattr(other, 'public'), getattr(self, '_mine'), getattr(other, f'_{name}')\n"
         "        return getattr(other, '_by_text', None), importlib.import_module('keras.src.backend')\n"
+        "\n\ndef is_keras(file):\n    return '/keras/src/' in file\n"
     )
     modules = {name for _, name in private_modules(path)}
-    assert modules == {"keras.src.backend", "keras.src.tree", "keras.src"}
+    assert modules == {"keras.src.backend", "keras.src.tree", "keras.src", "keras/src"}
     assert {name for _, name in private_attributes(path)} == {
         "self._x",
         "v._value",

@@ -29,6 +29,12 @@ from tfgpu.compat.patch import wrapped
 
 __all__ = ["EagerTensor", "Function", "NoneTensorSpec", "is_op_determinism_enabled", "tensor_util"]
 
+SOURCE_FOLDER = "/tensorflow/python/"
+KERAS_LOOP = ("/keras/src/trainers/", "/keras/src/callbacks/")
+"""Parts of the paths of TensorFlow's files, and of those of Keras's training loop."""
+READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/values.py")
+"""Ends of the paths of TensorFlow's files through which Python reads a tensor: numpy(), float() and the like."""
+
 
 def runtime() -> eager_context.Context:
     """TensorFlow's runtime in this process. It holds the global seed and the devices, and starts them on first use."""

@@ -23,9 +23,6 @@ HOST_READ = "tfgpu.host_read"
 MOST_STEPS = 64
 """Most steps in a block during a profile: a trace grows with each."""
 
-_READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/values.py")
-# The files of numpy(), float() and the like. TensorFlow itself also reads tensors, for gradients and shapes.
-
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
 _OURS = str(Path(__file__).resolve().parents[2])
 # Our files through which a script calls TensorFlow.
@@ -130,7 +127,8 @@ def _gradients(listener: Listener) -> Callable:
 
 def _reads(listener: Listener) -> Callable:
     def read(stock, self):
-        where = _where(_READERS) if listener.is_on else None
+        # TensorFlow itself also reads tensors, for gradients and shapes.
+        where = _where(private.READERS) if listener.is_on else None
         if where is None:
             return stock(self)
         with tf.profiler.experimental.Trace(HOST_READ, where=where):
@@ -160,10 +158,10 @@ def _where(through: tuple[str, ...] = ()) -> str | None:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/keras/src/trainers/" in file or "/keras/src/callbacks/" in file or file.startswith(_OURS):
+        if any(part in file for part in private.KERAS_LOOP) or file.startswith(_OURS):
             if Path(file).name not in _SEAMS:
                 return None
-        elif through and "/tensorflow/python/" in file and not file.endswith(through):
+        elif through and private.SOURCE_FOLDER in file and not file.endswith(through):
             return None
         elif not file.startswith(("<frozen", *_LIBRARIES)) and "__autograph_generated" not in file:
             return f"{Path(file).name}:{frame.f_lineno}"
