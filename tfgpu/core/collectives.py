@@ -46,10 +46,10 @@ def sum_gradients(gradients: list) -> list:
 
     Slices of one index that one device has merged are merged (`sparse.merging`).
     """
-    sent = to_reduce_dtype(gradients)
+    sent = travel.to_reduce_dtype(gradients)
     if replica_context().num_replicas_in_sync > 1:
         sent = merging.sum_merged(sent, functools.partial(all_reduce, in_groups=True))
-    return from_reduce_dtype(sent, gradients)
+    return travel.from_reduce_dtype(sent, gradients)
 
 
 def packs_of(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Tensor]]) -> list[list[int]]:
@@ -66,7 +66,7 @@ def packs_of(strategy: tf.distribute.Strategy, columns: Sequence[Sequence[tf.Ten
     packs, open_packs = [], {}
     for at in reversed(places):  # the last layers' gradients are computed first
         value = columns[at][0]
-        dtype, count = _dtype_sent(strategy, value), value.shape.num_elements()
+        dtype, count = travel.dtype_sent(strategy, value), value.shape.num_elements()
         key = dtype, groups and groups.group_of(columns[at])
         pack, size = open_packs.get(key, (None, 0))
         if pack is None or 0 < most < size:
@@ -179,22 +179,6 @@ def set_bytes_per_pack(strategy: tf.distribute.Strategy, count: int) -> None:
     slots.of(strategy).bytes_per_pack = count
 
 
-def set_reduce_dtype(strategy: tf.distribute.Strategy, dtype: str) -> None:
-    """Makes a strategy's replicas exchange gradients in a narrower dtype."""
-    slots.of(strategy).reduce_dtype = tf.as_dtype(dtype)
-
-
-def to_reduce_dtype(values: list) -> list:
-    """Gradients (tensors, IndexedSlices or None) in the dtype in which replicas exchange them."""
-    dtype = slots.get(tf.distribute.get_strategy(), "reduce_dtype")
-    return list(values) if dtype is None else [_cast(v, dtype) if _is_wider(v, dtype) else v for v in values]
-
-
-def from_reduce_dtype(values: list, like: list) -> list:
-    """Exchanged gradients, each in the dtype of the value at its position in `like`."""
-    return [v if v is None or v.dtype == w.dtype else _cast(v, w.dtype) for v, w in zip(values, like, strict=True)]
-
-
 def to_sum(value: tf.Tensor) -> tf.Tensor:
     """A tensor in the form in which replicas sum it: as `travel.to_sum`, except in the strategy's gradient dtype."""
     return value if value.dtype == slots.get(tf.distribute.get_strategy(), "reduce_dtype") else travel.to_sum(value)
@@ -205,24 +189,6 @@ def _from_sums(sums: Sequence, like: list) -> list:
         total if isinstance(total, tf.IndexedSlices) else travel.from_sum(total, value.dtype)
         for total, value in zip(sums, like, strict=True)
     ]
-
-
-def _is_wider(value, dtype: tf.DType) -> bool:
-    return value is not None and value.dtype.is_floating and value.dtype.size > dtype.size
-
-
-def _dtype_sent(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.DType:
-    """The dtype in which a gradient is sent."""
-    narrow = slots.get(strategy, "reduce_dtype")
-    if narrow is not None and (value.dtype == narrow or _is_wider(value, narrow)):
-        return narrow
-    return travel.dtype_of_sum(value.dtype)
-
-
-def _cast(value, dtype: tf.DType):
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
-    return tf.cast(value, dtype)
 
 
 def _shares_memory() -> bool:

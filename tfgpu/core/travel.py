@@ -9,6 +9,7 @@ devices.
 
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.core.replication import replica_context, replica_number
 
 _SMALL = ("bool", "int8", "uint8", "int16", "uint16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -76,3 +77,37 @@ def at_own_place(value: tf.Tensor, at: int | tf.Tensor | None = None) -> tf.Tens
     at, count = replica_number(context) if at is None else at, context.num_replicas_in_sync
     placed = tf.pad(value[None], [[at, count - 1 - at], *[[0, 0]] * value.shape.rank])
     return tf.ensure_shape(placed, [count, *value.shape])
+
+
+def set_reduce_dtype(strategy: tf.distribute.Strategy, dtype: str) -> None:
+    """Makes a strategy's replicas exchange gradients in a narrower dtype."""
+    slots.of(strategy).reduce_dtype = tf.as_dtype(dtype)
+
+
+def to_reduce_dtype(values: list) -> list:
+    """Gradients (tensors, IndexedSlices or None) in the dtype in which replicas exchange them."""
+    dtype = slots.get(tf.distribute.get_strategy(), "reduce_dtype")
+    return list(values) if dtype is None else [_cast(v, dtype) if _is_wider(v, dtype) else v for v in values]
+
+
+def from_reduce_dtype(values: list, like: list) -> list:
+    """Exchanged gradients, each in the dtype of the value at its position in `like`."""
+    return [v if v is None or v.dtype == w.dtype else _cast(v, w.dtype) for v, w in zip(values, like, strict=True)]
+
+
+def dtype_sent(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.DType:
+    """The dtype in which a gradient is sent."""
+    narrow = slots.get(strategy, "reduce_dtype")
+    if narrow is not None and (value.dtype == narrow or _is_wider(value, narrow)):
+        return narrow
+    return dtype_of_sum(value.dtype)
+
+
+def _is_wider(value, dtype: tf.DType) -> bool:
+    return value is not None and value.dtype.is_floating and value.dtype.size > dtype.size
+
+
+def _cast(value, dtype: tf.DType):
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
+    return tf.cast(value, dtype)

@@ -110,7 +110,7 @@ def reduce_at_update(update: gradients.Update, parts: list) -> list:
     accumulators = [optimizers.accumulator(inner, update.variables[at]) for at in places]
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
     reduction = _Reduction(inner, accumulators, gradient_weights.loss_scale_of(optimizer), empties=not is_scaled)
-    traffic.note(collectives.to_reduce_dtype(own), part=1 / inner.gradient_accumulation_steps)
+    traffic.note(travel.to_reduce_dtype(own), part=1 / inner.gradient_accumulation_steps)
     with step_context.outside_xla():
         reduced = list(replication.replica_context().merge_call(reduction.across_replicas, args=tuple(own)))
         if is_scaled:  # after the packs, which wait for no other gradients than their own
@@ -219,7 +219,7 @@ class _Reduction:
 def _sent(value: tf.Tensor) -> tf.Tensor:
     """A gradient in the form in which replicas sum it, on the device where it is."""
     with tf.device(value.device):
-        (narrow,) = collectives.to_reduce_dtype([value])
+        (narrow,) = travel.to_reduce_dtype([value])
         return collectives.to_sum(narrow)
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfgpu import repairs
 from tfgpu.compat import distribute
 from tfgpu.compat.collectives import TwoLevelAllReduce
-from tfgpu.core import collectives, replication
+from tfgpu.core import collectives, replication, travel
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.optim import gradient_compression
@@ -130,7 +130,7 @@ def check_nccl_dtype(reduce_dtype: str | None) -> None:
 def compress(strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None) -> tf.distribute.Strategy:
     """Makes the replicas of a strategy compress the gradients that they send; returns the strategy."""
     if reduce_dtype is not None:
-        collectives.set_reduce_dtype(strategy, reduce_dtype)
+        travel.set_reduce_dtype(strategy, reduce_dtype)
     if top_k is not None:
         gradient_compression.set_top_k(strategy, float(top_k))
     return strategy

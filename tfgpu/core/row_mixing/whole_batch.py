@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, collectives, replication, step_context, worker_rows
+from tfgpu.core import batch_sharding, collectives, replication, step_context, travel, worker_rows
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.step_context import RowRange, Step
@@ -339,5 +339,5 @@ def _summed(gradients: list, sources: list) -> list:
 
 
 def _differentiable_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    sent = collectives.to_reduce_dtype(values)
-    return collectives.from_reduce_dtype(row_sums.over_replicas(sent, are_used_alike=True), values)
+    sent = travel.to_reduce_dtype(values)
+    return travel.from_reduce_dtype(row_sums.over_replicas(sent, are_used_alike=True), values)

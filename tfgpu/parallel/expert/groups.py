@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfgpu.compat import distribute
-from tfgpu.core import collectives, replication, step_context, traffic
+from tfgpu.core import collectives, replication, step_context, traffic, travel
 
 TO_EXPERTS, FROM_EXPERTS = "to_experts", "from_experts"
 """The names in a graph of what an exchange brings; those of its gradient end with `_back`."""
@@ -63,10 +63,10 @@ class Groups:
         """The sums of what the replicas with the same place have."""
         if self.count == 1 or not values:
             return values
-        sent = collectives.to_reduce_dtype(values)
+        sent = travel.to_reduce_dtype(values)
         traffic.note(sent)
         found = replication.replica_context().merge_call(self._sum, args=tuple(sent))
-        return collectives.from_reduce_dtype(list(found), values)
+        return travel.from_reduce_dtype(list(found), values)
 
     def _exchange(self, parts: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         own = self.place

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import collectives, replication
+from tfgpu.core import collectives, replication, travel
 from tfgpu.parallel.zero import shard_collectives
 from tfgpu.parallel.zero.dealing import flat_of, owners_of
 from tfgpu.parallel.zero.sharding import device_of, full_shape, state_of
@@ -46,8 +46,8 @@ def sum_at_owners(parts: Sequence, targets: Sequence, *, scatter: bool) -> list:
     for bucket, device in _buckets(rest, parts, targets, owners_of):
         with tf.device(device):
             rows = _rows(bucket, lambda at: tf.reshape(tf.convert_to_tensor(parts[at]), [-1]))
-            (narrow,) = collectives.to_reduce_dtype([rows])
-            (total,) = collectives.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [rows])
+            (narrow,) = travel.to_reduce_dtype([rows])
+            (total,) = travel.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [rows])
             own = bucket[this_replica()]
             sizes = [int(np.prod(full_shape(targets[at]))) for at in own]
             for at, value in zip(own, _split(total, sizes), strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import collectives, replication
+from tfgpu.core import collectives, replication, travel
 from tfgpu.core.state.sharded_variable import shard_of
 from tfgpu.parallel.zero import dealing, owner_exchange, shard_collectives
 from tfgpu.parallel.zero.sharding import device_of, full_shape, is_fully_sharded, state_of
@@ -134,6 +134,6 @@ def _reduce_scatter(bucket: Sequence[int], grads: Sequence, shards: Sequence) ->
     """The sums of this replica's pieces."""
     with tf.device(device_of(shards[bucket[0]])):
         packed = tf.concat([_rows(grads[at], shards[at]) for at in bucket], 1)
-        (narrow,) = collectives.to_reduce_dtype([packed])
-        (total,) = collectives.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [packed])
+        (narrow,) = travel.to_reduce_dtype([packed])
+        (total,) = travel.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [packed])
         return tf.split(total, [shards[at].shape[0] for at in bucket])
