@@ -307,11 +307,11 @@ class LayerTrial:
         close = 10 * self._close
         # What is 0 but for rounding, as the gradient of a key's bias, is as good as another such number.
         of_inputs, of_weights = (comparison.largest(each) for each in (whole.of_inputs, whole.of_weights))
-        for at, (spec, value) in enumerate(zip(floats, whole.of_inputs, strict=True)):
-            found = [part.of_inputs[at] for part in parts]
-            if value is None and all(each is None for each in found):
+        for spec, value, *found in zip(floats, whole.of_inputs, *(part.of_inputs for part in parts), strict=True):
+            missing = [each is None for each in (value, *found)]
+            if all(missing):
                 continue
-            if value is None or any(each is None for each in found):
+            if any(missing):
                 return "the gradient of a row depends on other rows"
             if spec.rows_each is None:
                 are_same = comparison.is_close(value, sum(found), close, of_inputs)

@@ -2,6 +2,8 @@
 
 import contextlib
 import enum
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -247,22 +249,25 @@ class LossTrial:
         draw = np.random.default_rng(0)
         width = self._tensors[-1].shape[-1] if self._tensors[-1].shape.rank > 1 else None
         classes = max(2, min(width or draws.UNKNOWN, draws.UNKNOWN))
-        kinds = [
+        kinds = self._label_kinds(draw, classes)[:labels]
+        of_outputs = [functools.partial(draws.values, draw, how=how) for how in ("positive", "wide")]
+        for label, output in itertools.product(kinds, of_outputs[:outputs]):
+            drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
+            if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
+                yield [draws.cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
+
+    def _label_kinds(self, draw: np.random.Generator, classes: int) -> list[Callable[[tuple], np.ndarray]]:
+        """Ways to draw labels: two classes, all classes, numbers, and two classes with a label that stands for none."""
+        nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
+        return [
             lambda shape: draws.values(draw, shape, "whole"),
             lambda shape: draws.values(draw, shape, "whole", below=classes),
             lambda shape: draws.values(draw, shape, "normal"),
+            *(
+                lambda shape, none=none: draws.with_special(draw, draws.values(draw, shape, "whole"), none, 0.3)
+                for none in nones
+            ),
         ]
-        nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
-        kinds += [
-            lambda shape, none=none: draws.with_special(draw, draws.values(draw, shape, "whole"), none, 0.3)
-            for none in nones
-        ]
-        found = [lambda shape: draws.values(draw, shape, "positive"), lambda shape: draws.values(draw, shape, "wide")]
-        for label in kinds[:labels]:
-            for output in found[:outputs]:
-                drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
-                if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
-                    yield [draws.cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
 
     def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
         """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""

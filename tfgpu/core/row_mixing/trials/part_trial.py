@@ -6,14 +6,14 @@ that the step does stays: variables, random states, metrics and optimizers are a
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
+from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.state.python_state import GLOBAL_DRAWS
 from tfgpu.core.state.trial_scope import Assigned
@@ -23,15 +23,8 @@ _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the
 CLOSE_IN_16_BITS = 2e-2
 _NOISY = 1e-3  # what rounding may do to two runs
 _SIZES = 1024.0, 1 / 1024  # times the gradients: powers of two, so that nothing rounds
-_NONES_TOGETHER, _NONES_RATE = 3, 0.3  # labels that stand for none in one batch: each at one place at least
 
 Gradient = tf.Tensor | tf.IndexedSlices
-
-
-class CannotTry(Exception):
-    """The step does not run on drawn rows."""
-
-    is_of_outputs = False  # what it returns are no numbers
 
 
 class OneCopy(Exception):
@@ -255,9 +248,8 @@ class Trial:
 
         It keeps how a variable of the parts makes that of the whole: another batch must show the same way.
         """
-        if any(
-            len(each.updates) != len(whole.updates) or len(each.logs) != len(whole.logs) for each in (*parts, again)
-        ):
+        counts = {(len(each.updates), len(each.logs)) for each in (whole, *parts, again)}
+        if len(counts) > 1:
             return "the number of updates"
         for at, gradients in enumerate(whole.updates):
             ways = self._gradients_together([part.updates[at] for part in parts])
@@ -271,16 +263,7 @@ class Trial:
             if not any(comparison.are_close([value], [each], [again.logs[at]], close) for each in ways):
                 return self.log
         for key, variable in whole.assigned.items():
-            unchanged = dataclasses.replace(variable, after=variable.before)
-            found = [part.assigned.get(key, unchanged).after for part in parts]
-            noisy = again.assigned.get(key, unchanged).after
-            ways = self._ways_of(variable, found, parts)
-            if key in whole.of_optimizers:  # the update uses each replica's own value
-                ways = {"same": found[0]}
-            after = [variable.after]
-            ways = {way for way, value in ways.items() if comparison.are_close(after, [value], [noisy], close)}
-            if not all(comparison.are_close(after, [each], [noisy], close) for each in found):
-                ways.discard("same")  # only the first part has the whole's value
+            ways = self._ways_that_fit(key, whole, parts, again, close)
             owner = variable.owner or self._owners.get(key, key)  # the variables of a metric go together
             if len(parts) > 1:
                 ways = self._ways.get(owner, ways) & ways
@@ -289,6 +272,21 @@ class Trial:
             if not ways:
                 return f"the variable {variable.path!r}"
         return None
+
+    def _ways_that_fit(self, key, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> set[str]:
+        """In which ways the parts' values of a variable make the whole's."""
+        variable = whole.assigned[key]
+        unchanged = dataclasses.replace(variable, after=variable.before)
+        found = [part.assigned.get(key, unchanged).after for part in parts]
+        noisy = again.assigned.get(key, unchanged).after
+
+        def is_whole(value: np.ndarray) -> bool:
+            return comparison.are_close([variable.after], [value], [noisy], close)
+
+        # An optimizer's update uses each replica's own value.
+        ways = {"same": found[0]} if key in whole.of_optimizers else self._ways_of(variable, found, parts)
+        fitting = {way for way, value in ways.items() if is_whole(value)}
+        return fitting if all(map(is_whole, found)) else fitting - {"same"}  # only the first part has the whole's
 
     def _ways_of(self, variable: Assigned, found: list, parts: list[Recorder]) -> dict[str, np.ndarray]:
         """What replicas may make of their values of a variable, by name."""
@@ -323,36 +321,6 @@ def _check_one_copies(whole: Recorder, more: Recorder) -> None:
             raise OneCopy(first.path)
 
 
-def drawn_batches(specs: list, numbers: list[float], rows: int, has_told: Callable[[], bool]) -> Iterator[list]:
-    """Batches of drawn rows: normal and positive numbers, few and many classes, labels that stand for none.
-
-    Args:
-        specs: of each tensor of a batch; the first one's are no labels.
-        numbers: whole numbers in the code, which may stand for none: several in one batch where the last batch told
-            something, else one.
-        rows: of each batch.
-        has_told: whether the last batch told anything.
-
-    Raises:
-        CannotTry: no numbers can be drawn for one of them.
-    """
-    draw = np.random.default_rng(0)
-    nones = [*draws.NONES, *(int(n) for n in numbers if n == int(n) and n not in draws.NONES)]
-    has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in specs[1:])
-    for how, classes in (("normal", 2), ("positive", 8)):
-        yield _batch(draw, specs, how, classes, (), rows)
-    while nones and has_labels:
-        together = nones[: _NONES_TOGETHER if has_told() else 1]
-        yield _batch(draw, specs, "normal", 2, together, rows)
-        if has_told() or len(together) == 1:
-            nones = nones[len(together) :]
-
-
-def _batch(draw: np.random.Generator, specs: list, how: str, classes: int, nones: Sequence[int], rows: int) -> list:
-    drawn = [_drawn(draw, spec, how, classes, nones if at else (), rows) for at, spec in enumerate(specs)]
-    if any(value is _UNKNOWN for value in drawn):
-        raise CannotTry("its data cannot be drawn")
-    return drawn
 
 
 def _nudged(value):
@@ -360,33 +328,6 @@ def _nudged(value):
     if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
         return value
     return value * tf.cast(1 + 2.0**-20, value.dtype)
-
-
-_UNKNOWN = object()
-
-
-def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, nones: Sequence[int], rows: int):
-    """A tensor of drawn rows for a spec, or `_UNKNOWN` where none can be drawn."""
-    if spec is None or isinstance(spec, (NoneTensorSpec, tf.OptionalSpec)):
-        return None
-    is_sparse = isinstance(spec, tf.SparseTensorSpec)
-    if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) or spec.shape.rank is None:
-        return _UNKNOWN
-    known = [draws.UNKNOWN if size is None else size for size in spec.shape[1:]]
-    shape = [rows, *known] if spec.shape.rank else []
-    if spec.dtype.is_floating:
-        values = draws.values(draw, shape, numbers)
-    elif spec.dtype.is_integer:
-        values = draws.values(draw, shape, "whole", below=classes)
-        fitting = [none for none in nones if spec.dtype.min <= none <= spec.dtype.max]
-        values = draws.with_specials(draw, values, fitting, _NONES_RATE) if fitting and shape else values
-    elif spec.dtype.is_bool:
-        values = draw.random(shape) < 0.5
-    else:
-        return _UNKNOWN
-    if is_sparse:
-        return tf.sparse.from_dense(draws.cast(np.where(draw.random(shape) < 0.5, values, 0), spec.dtype))
-    return draws.cast(values, spec.dtype)
 
 
 def _total(gradients: list):

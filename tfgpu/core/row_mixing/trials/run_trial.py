@@ -21,7 +21,8 @@ from tfgpu.compat import tensorflow as private
 from tfgpu.core import batch_sharding, extensions, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import choices, row_sums, scalar_updates, verdicts
 from tfgpu.core.row_mixing.trials import captures, comparison, draws
-from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, CannotTry, Trial, Tried, drawn_batches
+from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry, drawn_batches
+from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, Trial, Tried
 from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 from tfgpu.core.state.trial_scope import BETWEEN
 from tfgpu.core.step_context import RowRange

@@ -23,14 +23,9 @@ from tfgpu.core.metric_logs import LogReader, function_of, uses_results
 from tfgpu.core.replica_attributes import PythonState
 from tfgpu.core.row_mixing import choices, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import comparison, weights_in_pieces
+from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry, drawn_batches
 from tfgpu.core.row_mixing.trials.draws import given_rows
-from tfgpu.core.row_mixing.trials.part_trial import (
-    CLOSE_IN_16_BITS,
-    CannotTry,
-    Trial,
-    Tried,
-    drawn_batches,
-)
+from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, Trial, Tried
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import store
