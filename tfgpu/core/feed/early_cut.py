@@ -80,36 +80,42 @@ def _but_for_rows(spec: object) -> object:
 
 def find(dataset: tf.data.Dataset) -> tuple[Cut | None, Obstacle | None]:
     """The earliest cut of a dataset that leaves a `map` to the workers, if any, and the stage that it cannot pass."""
-    best, passed, batch = None, [], None
+    best, passed, is_batched = None, [], True  # whether elements are batches at this place
     while True:
-        if batch is None and (own := worker_rows.of(dataset)) is not None:
+        if is_batched and (own := worker_rows.of(dataset)) is not None:
             return Cut(dataset, tuple(passed), own=own), None
         if (found := datasets.stage_of(dataset)) is None:
             break
-        (stage, source), obstacle = found, None
-        if isinstance(stage, Batch):
-            obstacle = Obstacle.ORDER if batch is not None else None
-            batch = stage
-        elif isinstance(stage, Map) and not _is_one_to_one(stage):
-            obstacle = Obstacle.STATE
-        elif isinstance(stage, Map) and batch is not None:
-            obstacle = None if _is_plain(stage.element_spec) else Obstacle.STRUCTURE
-            best = best if obstacle else Cut(source, (stage, *passed))
-        elif isinstance(stage, Map):
-            have_rows = _rows_taken(stage)
-            obstacle = Obstacle.ROWS if have_rows is None else None
-            best = best if obstacle else Cut(source, (stage, *passed), have_rows)
-            if have_rows is not None and not all(have_rows):
-                return best, None
+        stage, source = found
+        obstacle, have_rows = _obstacle(stage, is_batched=is_batched)
         if obstacle is not None:
             return best, obstacle
+        if isinstance(stage, Map):
+            best = Cut(source, (stage, *passed), have_rows)
+            if have_rows is not None and not all(have_rows):
+                return best, None
+        is_batched = is_batched and not isinstance(stage, Batch)
         passed.insert(0, stage)
         dataset = source
-    branches = _branches_of(dataset) if batch is not None else None
+    branches = None if is_batched else _branches_of(dataset)
     if branches is not None:
         base, stage = branches
         return Cut(base, (stage, *passed)), Obstacle.ORDER
     return best, Obstacle.LENGTH if datasets.name_of(dataset) == "padded_batch" else Obstacle.ORDER
+
+
+def _obstacle(stage: object, *, is_batched: bool) -> tuple[Obstacle | None, tuple[bool, ...] | None]:
+    """Why a cut cannot pass a stage, if so; of a `map` over batches, which tensors it takes row by row."""
+    if isinstance(stage, Batch):
+        return None if is_batched else Obstacle.ORDER, None
+    if not isinstance(stage, Map):
+        return None, None
+    if not _is_one_to_one(stage):
+        return Obstacle.STATE, None
+    if not is_batched:
+        return None if _is_plain(stage.element_spec) else Obstacle.STRUCTURE, None
+    have_rows = _rows_taken(stage)
+    return Obstacle.ROWS if have_rows is None else None, have_rows
 
 
 def _branches_of(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Branches] | None:

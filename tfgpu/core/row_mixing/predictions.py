@@ -113,22 +113,27 @@ def _has_rows(value: tf.Tensor, rows: int | None, at: int, *, jit: bool) -> bool
         jit: XLA compiles the step, which then cannot say how many rows an output has.
     """
     first = value.shape[0] if value.shape.rank else None
-    origin = index_origin.origin_of(value)
-    if origin is Origin.ALIKE and first is None and tensor_origin.origin_of(value) == tensor_origin.DATA:
-        return True
-    if origin is Origin.ALIKE and value.shape.rank and not jit and (rows is None or first != rows):
-        return False
-    if origin is Origin.ALIKE and first is not None and first == rows:
-        repeated = lookups.is_repeated(value, rows)
-        if repeated is not None and not jit:
-            return repeated
-    elif value.shape.rank and origin is not Origin.ALIKE and (first is None or (rows and first % rows == 0)):
-        return True
+    if index_origin.origin_of(value) is Origin.ALIKE:
+        found = _has_rows_if_alike(value, first, rows, jit=jit)
+    else:
+        is_multiple = first is None or (rows and first % rows == 0)
+        found = True if value.shape.rank and is_multiple else None
+    if found is not None:
+        return found
     raise InputError(
         f"Output {at} of `predict`, of shape {tuple(value.shape)}, has no rows of the batch, so replicas cannot "
         "combine it. Return one number per row, compute it from the predictions, or predict on one device. An output "
         "that holds only weights works without `run_eagerly` and `jit_compile`."
     )
+
+
+def _has_rows_if_alike(value: tf.Tensor, first: int | None, rows: int | None, *, jit: bool) -> bool | None:
+    """Whether an output that depends on no replica's rows has the rows of the batch; None if that is not known."""
+    if first is None and tensor_origin.origin_of(value) == tensor_origin.DATA:
+        return True
+    if jit or not value.shape.rank:
+        return None
+    return lookups.is_repeated(value, rows) if first is not None and first == rows else False
 
 
 def _kept(leaf: object, has_rows: bool) -> object:

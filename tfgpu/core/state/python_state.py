@@ -175,11 +175,7 @@ class Kept:
             if not isinstance(thing, io.IOBase):
                 self._iterators[id(thing)] = thing
         elif isinstance(thing, np.ndarray):
-            self._bytes += thing.nbytes
-            if self._bytes <= _MOST_BYTES and thing.flags.writeable and thing.dtype != object:
-                self._contents[id(thing)] = Content(
-                    thing, np.copy, np.copyto, python_places.are_equal, is_generator=False
-                )
+            self._look_at_array(thing)
         elif (found := python_places.generator(thing)) is not None:
             self._contents[id(thing)] = found
         elif isinstance(thing, type):
@@ -191,12 +187,21 @@ class Kept:
             self._left += thing
         elif (parts := _parts_of_wrapper(thing)) is not None:
             self._left += parts
-            if isinstance(thing, functools.partial):
-                self._given += [*((f"args[{at}]", each) for at, each in enumerate(thing.args)), *thing.keywords.items()]
-            if isinstance(thing, _CACHED) and not thing.cache_info().currsize:
-                self._put_back.append(thing.cache_clear)
+            self._look_at_wrapper(thing)
         else:
             self._look_at_object(thing)
+
+    def _look_at_array(self, thing: np.ndarray) -> None:
+        self._bytes += thing.nbytes
+        if self._bytes <= _MOST_BYTES and thing.flags.writeable and thing.dtype != object:
+            same = python_places.are_equal
+            self._contents[id(thing)] = Content(thing, np.copy, np.copyto, same, is_generator=False)
+
+    def _look_at_wrapper(self, thing: Any) -> None:
+        if isinstance(thing, functools.partial):
+            self._given += [*((f"args[{at}]", each) for at, each in enumerate(thing.args)), *thing.keywords.items()]
+        if isinstance(thing, _CACHED) and not thing.cache_info().currsize:
+            self._put_back.append(thing.cache_clear)
 
     def _look_at_object(self, thing: Any) -> None:
         container = next((kind for kind in CONTAINERS if kind in type(thing).__mro__), None)
