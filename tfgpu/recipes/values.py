@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from tfgpu.data.names import TASKS
-from tfgpu.errors import unknown
+from tfgpu.errors import is_whole, unknown
 from tfgpu.recipes.reading import parse_value
 
 
@@ -29,11 +29,11 @@ def _is_stage(stage: Any) -> bool:
 
 def devices(value: Any) -> Any:
     """Converts `"2"` to 2 and `"GPU:0,GPU:1"` to two names."""
-    if value is None or isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, str):
+        value = int(value) if value.strip().isdigit() else value.split(",")
+    if value is None or is_whole(value):
         return value
-    if isinstance(value, str) and value.strip().isdigit() and int(value) >= 1:
-        return int(value)
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    parts = value if isinstance(value, list | tuple) else ()
     names = tuple(str(part).strip() for part in parts)
     if names and all(re.fullmatch(r"\S*[A-Za-z]+:\d+", name) for name in names):
         return names

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from tfgpu.launch import processes
+
 INTERPRETER = (sys.executable,)
 _MARK = "tfgpu-fact "
 _LONGEST = 300
@@ -180,8 +182,7 @@ def _wait(process: subprocess.Popen, seconds: float, stop: threading.Event) -> i
 
 
 def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    processes.send_to_group(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_KILLED_S)
 
