@@ -4,7 +4,7 @@ Data of `tfgpu.data` that is read by place begins there, and reads nothing of th
 
 The resumed run sees the same batches if the data repeats them: datasets in a fixed order, `Dataset.shuffle` with a
 seed, and shuffled arrays after `keras.utils.set_random_seed` with the same seed. Data that every process
-draws anew cannot be resumed: the run then trains on as many batches as were missing. With `steps_per_epoch` one stream
+draws again cannot be resumed: the run then trains on as many batches as were missing. With `steps_per_epoch` one stream
 feeds all epochs, so a resumed run reads and skips all batches that were trained on.
 """
 

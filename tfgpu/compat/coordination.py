@@ -84,7 +84,7 @@ def abort_collectives(message: str) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Makes a call that TensorFlow gives no deadline: it waits for ever when the network of the service is lost.
+    """Makes a call that TensorFlow gives no deadline: it waits forever when the network of the service is lost.
 
     Also in the first task itself, once the service has lost another task.
     """

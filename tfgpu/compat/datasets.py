@@ -250,7 +250,7 @@ def is_callable_anew(function: ConcreteFunction) -> bool:
 def imported(function: ConcreteFunction) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
     """The operations of a function, to be added to the graph that calls them: of tensors of other shapes, too.
 
-    TensorFlow infers the shapes anew. Python code is not run again.
+    TensorFlow infers the shapes again. Python code is not run again.
 
     Args:
         function: for which `is_callable_anew` holds.

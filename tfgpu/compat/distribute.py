@@ -20,7 +20,7 @@ __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica
 
 @contextmanager
 def as_replicas(strategy: tf.distribute.Strategy, count: int) -> Iterator[None]:
-    """Inside the block, code that asks a strategy for its number of replicas hears another one.
+    """Inside the block, code that asks a strategy for its number of replicas gets another one.
 
     So does code that asks the strategy in which it runs, as `tf.nn.scale_regularization_loss` does.
     """
@@ -314,7 +314,7 @@ def started_collectives_kept() -> Iterator[None]:
     """Inside the block a strategy of several workers uses the collectives that an earlier one of its cluster started.
 
     TensorFlow would start them again on each worker. If the first worker does so after another has asked it for a
-    collective, the question is lost, and all wait for ever.
+    collective, the question is lost, and all wait forever.
     """
     started = eager_context.context()._collective_ops_server_def
 

@@ -52,7 +52,7 @@ def _meet(strategy: tf.distribute.Strategy, run: step_blocks.Run) -> None:
     Raises:
         InputError: raised on all workers if something differs.
     """
-    if slots.get(run, "has_met"):  # data that is distributed anew
+    if slots.get(run, "has_met"):  # data that is distributed again
         return
     slots.of(run).has_met = True
     mine = {

@@ -2,7 +2,7 @@
 
 A callback must be the same if it acts on the training: Keras's own that stop it, change its learning rate or its
 weights (`ACTING`), and those of tfgpu that say so (`on_all_workers`). Others may differ, because they write, or are the
-user's own: they are told, and what they change is found where the replicas are compared.
+user's own: they are named, and what they change is found where the replicas are compared.
 """
 
 import hashlib

@@ -63,7 +63,7 @@ def shard(
     Args:
         strategy: of replicas.
         batch: any structure of tensors.
-        gives_row_ranges: whether a replica is told which rows it gets.
+        gives_row_ranges: whether a replica gets the range of its rows.
         gives_whole: whether a `ReplicaBatch` holds the whole batch too; a device copies only what its step uses of it.
         rows: of the batch, if known although the shapes of its tensors do not say it.
     """
@@ -91,7 +91,7 @@ def shard_rows(
     Args:
         strategy: of replicas on several workers.
         made: the rows (`worker_rows.WorkerRows.make`), and how many the batch has.
-        gives_row_ranges: whether a replica is told which rows it gets.
+        gives_row_ranges: whether a replica gets the range of its rows.
         rows: of the batch, if known when the step is traced.
     """
     ranges, (batch, total) = ranges_of(strategy), made

@@ -8,14 +8,14 @@
 - `xla_by_calls`: `compiles(model)` says that XLA can compile the calls of such a model's layers, one by one.
 - `run_starts`: `start(run)` is called when `fit` or `evaluate` begins, and may add to the run's lists
   (`step_blocks.Run`).
-- `run_observers`: `observe(strategy, function, args, kwargs)` hears of each `strategy.run` on rows, before it runs.
+- `run_observers`: `observe(strategy, function, args, kwargs)` is called before each `strategy.run` on rows.
 - `compilations`: `around(model, arguments)` is a context around `Model.compile`, and may change its arguments.
 - `method_calls`: `around(model, name, arguments)` is a context around `fit`, `evaluate` and `predict`.
 - `after_callbacks`: `after(callbacks, name, at)` is called when all callbacks have had that hook: `on_train_begin`,
   `on_train_batch_end`, `on_test_batch_end` or `on_epoch_end`; `at` is the last step that ran, the epoch, or None.
 - `trial_weights`: `stand_ins(model)` returns what stands in for weights of which each replica holds a piece when the
   model's step is tried (`row_mixing.trials.weights_in_pieces.TrialWeights`), or None.
-- `verdict_listeners`: `listen(piece)` hears what was found of each piece of a step (`row_mixing.verdicts.Piece`).
+- `verdict_listeners`: `listen(piece)` gets what was found of each piece of a step (`row_mixing.verdicts.Piece`).
 """
 
 from collections.abc import Iterator

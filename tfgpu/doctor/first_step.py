@@ -23,7 +23,7 @@ class _Stop(BaseException):
 
 
 class _Rehearsal:
-    """Lets a script train on replicas, hears of its pieces, and stops it."""
+    """Lets a script train on replicas, collects the pieces of its step, and stops it."""
 
     def __init__(self):
         self.pieces: dict = {}

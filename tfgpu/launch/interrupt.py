@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 HEEDED_S = 1.0
-"""Seconds in which Python hears of Ctrl-C, unless it is in a call of C++."""
+"""Seconds in which Python handles Ctrl-C, unless it is in a call of C++."""
 _CAUSED_S = 60.0
 """Seconds after Ctrl-C in which it counts as the cause of an error."""
 _LOST_S = 0.05
@@ -22,7 +22,7 @@ _SAME_S = 0.02
 def heeded(end_waiting: Callable[[], None]) -> Iterator[None]:
     """In the block, Ctrl-C raises KeyboardInterrupt, also where Python alone would not.
 
-    - Python hears of Ctrl-C when the main thread is back from a call of C++. A collective is one that may wait for
+    - Python handles Ctrl-C when the main thread is back from a call of C++. A collective is one that may wait for
       another worker forever: `end_waiting` ends it.
     - Python drops an exception in `__del__` and in a weak reference's callback: it is raised again.
     - Within a call of TensorFlow, KeyboardInterrupt becomes another error, and workers that are interrupted together
@@ -32,7 +32,7 @@ def heeded(end_waiting: Callable[[], None]) -> Iterator[None]:
 
     Args:
         end_waiting: ends the calls in which this process waits for others; called in a thread, every second until
-            Python hears.
+            Python handles it.
     """
     came_at: list[float] = []
     heard = threading.Event()

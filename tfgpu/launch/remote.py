@@ -32,7 +32,7 @@ from tfgpu.launch.signals import Signals
 LOST_GRACE_S = 5.0
 """Seconds that processes get to save and exit when the launcher is gone."""
 QUIET_S = 5.0
-"""Seconds without a heartbeat after which the launcher is told: it may explain another process's failure."""
+"""Seconds without a heartbeat after which the launcher is informed: it may explain another process's failure."""
 _CROWDED = 2**20
 _CHUNK = 2**16
 _MOST_PIECES = 64

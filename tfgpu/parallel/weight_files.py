@@ -26,7 +26,7 @@ _DTYPES |= {
     f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
 }
 _AT_ONCE = 1 << 22
-"""Bytes that are read before a file is opened anew: what was read of a mapped file counts as the process's memory."""
+"""Bytes that are read before a file is reopened: what was read of a mapped file counts as the process's memory."""
 _SMALL = 1 << 16
 """Bytes below which an array is handed out whole: layers of users may expect an array of NumPy."""
 
@@ -84,7 +84,7 @@ def open_safetensors(paths: list[Path]) -> dict[str, ArraySlices]:
 
 
 class _Safetensors:
-    """One file, which is mapped into memory and opened anew between large reads."""
+    """One file, which is mapped into memory and reopened between large reads."""
 
     def __init__(self, path: Path):
         self._path, self._file, self._bytes = path, None, 0

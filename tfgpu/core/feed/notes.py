@@ -15,7 +15,7 @@ from tfgpu.core.feed.rewriting import Cut
 
 _log = logging.getLogger(__name__)
 BATCHES = 10
-"""So many batches are read before the cost of stages is told; fewer if the run ends."""
+"""So many batches are read before the cost of stages is reported; fewer if the run ends."""
 _LOOK_S = 0.02
 _PASSED = frozenset("prefetch options batch padded_batch repeat take skip assert_cardinality".split())
 _PYTHON = (

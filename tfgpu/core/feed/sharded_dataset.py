@@ -103,7 +103,7 @@ class ShardedDataset:
     Args:
         strategy: the strategy whose replicas get the shards.
         dataset: a dataset of whole batches, the same on every worker.
-        gives_row_ranges: whether a replica is told which rows it gets.
+        gives_row_ranges: whether a replica gets the range of its rows.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool):

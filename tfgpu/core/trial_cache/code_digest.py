@@ -63,7 +63,7 @@ def of(*things: object, weights: bool = False) -> str:
 
 
 def rows_of(structure: object) -> object:
-    """A structure of arguments for a digest: tensors are told by dtype and shape without rows, masks included."""
+    """A structure of arguments for a digest: tensors are described by dtype and shape without rows, masks included."""
     return keras.tree.map_structure(
         lambda leaf: dataclasses.astuple(spec_of(leaf)) if isinstance(leaf, tf.Tensor) else leaf, structure
     )

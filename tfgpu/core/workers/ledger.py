@@ -3,7 +3,7 @@
 A worker that does what the others don't would otherwise leave them waiting in a collective, or meet them in another
 one. They compare at the begin of `fit`, `evaluate` and `predict` and at the end of each epoch, by a text through
 TensorFlow's coordination service: a few milliseconds on the host, no collective, nothing in a step. The error of a
-call, its return and the end of the script are told without waiting. `watch.py` looks for workers that wait in vain.
+call, its return and the end of the script are sent without waiting. `watch.py` looks for workers that wait in vain.
 
 The texts, all below one prefix: `event/N/RANK`, a worker's event number N; `news/N`, the first of these to come;
 `verdict/N`, whether they are alike; `end/RANK` and `ended`, the end of a script, and of the first one to end.

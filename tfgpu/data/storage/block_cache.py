@@ -1,7 +1,7 @@
 """Blocks of remote files on the local disk: up to a limit, each with a checksum, the least recently used go first.
 
 A block is one file, which ends with the CRC-32 of its name and content. A block that does not match, as after a crash
-or on a failing disk, counts as absent and is fetched anew. Several processes may share a folder: files appear whole,
+or on a failing disk, counts as absent and is fetched again. Several processes may share a folder: files appear whole,
 and one that another process has removed is absent.
 """
 
@@ -76,7 +76,7 @@ class BlockCache:
     def put(self, key: str, number: int, content: bytes) -> None:
         """Keeps a block. A disk that takes no more is no error: the block is then fetched again."""
         path = self.path(key, number)
-        try:  # not synced: what a crash cuts short fails its checksum, and is fetched anew
+        try:  # not synced: what a crash cuts short fails its checksum, and is fetched again
             atomic.write_bytes(path, content + _checksum(path.name, content), sync=False)
         except OSError as error:
             _log.warning("The cache %s takes no more: %s.", self.directory, error.strerror)

@@ -218,7 +218,7 @@ class RemoteFile:
                 self._begin(number)
 
     def forget(self, offset: int, length: int) -> None:
-        """Removes these bytes from the cache, so that they are fetched anew."""
+        """Removes these bytes from the cache, so that they are fetched again."""
         for number in self.blocks(offset, length):
             self.storage.cache.drop(self.key, number)
 

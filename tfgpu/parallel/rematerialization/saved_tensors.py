@@ -62,7 +62,7 @@ class SavedTensors:
 
     def kept(self, segments: Sequence[tuple[int, int, bool]]) -> int:
         """The bytes kept from the forward to the backward pass."""
-        return _sum(_union(self.inputs_of(b, e) if anew else _union(self.own[b:e]) for b, e, anew in segments))
+        return _sum(_union(self.inputs_of(b, e) if again else _union(self.own[b:e]) for b, e, again in segments))
 
 
 def measure(model: keras.Model, batch=None, *, rows: int = 8) -> SavedTensors:

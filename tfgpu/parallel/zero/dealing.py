@@ -132,7 +132,7 @@ def _held_by(flat: keras.Variable):
 
 
 def hold_whole(variable: keras.Variable, like, owners: tuple[int, ...], value: np.ndarray) -> None:
-    """Gives a variable copies anew: the value on its owners, nothing on the others.
+    """Sets a variable's copies again: the value on its owners, nothing on the others.
 
     Args:
         variable: what it held is freed.

@@ -124,12 +124,12 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
         optimizer, trained = model.optimizer, parameter_groups.built_on(model.optimizer)
         if any(id(v) not in twin for v in trained):
             raise InputError("The optimizer is sharded, or trains weights of another model. Grow first, then shard.")
-        anew = type(optimizer).from_config(optimizer.get_config())
-        parameter_groups.copy_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
+        new = type(optimizer).from_config(optimizer.get_config())
+        parameter_groups.copy_exclusions(optimizer, new, [(v, twin[id(v)]) for v in trained])
         if trained:
-            anew.build([twin[id(v)] for v in trained])
-            parameter_groups.copy_state(optimizer, anew)
-        grown.optimizer = anew
+            new.build([twin[id(v)] for v in trained])
+            parameter_groups.copy_state(optimizer, new)
+        grown.optimizer = new
 
 
 def _counted(config, units: int, classes: int):

@@ -134,7 +134,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def around(self, found: Recorder, seed: int = 0) -> Iterator[Apart]:
-        """Surrounds one run, of which `found` is told what it would assign."""
+        """Surrounds one run, and notes in `found` what it would assign."""
         scope = Apart(self._kept.variables, is_later=self.is_later)
         try:
             with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_assignments() as noted:
