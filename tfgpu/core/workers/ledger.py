@@ -207,7 +207,8 @@ class Ledger:
 
     def news(self) -> tuple[str, Event] | None:
         """What another worker did that is beyond this one: its name and the event."""
-        text = coordination.get(self._news)
+        # Why it ended is there before its end is; on a busy machine a first, short look may miss it.
+        text = coordination.get(self._news) or (self.ended and coordination.get(self._news, SLICE_S))
         if text is not None:
             found = json.loads(text)
             if found["rank"] != self.rank:
