@@ -125,23 +125,7 @@ def _load_named(
     if len(variables) < len(sharded_variable.merged(model.weights)):
         raise InputError(f"{model.name!r} has several variables of one path. Give its layers names of their own.")
     found = {each: _array_for(each, model.name, arrays, names) for each in variables}
-    other_shapes = {
-        each: (array.shape, tuple(variables[each].shape))
-        for each, (_, array) in found.items()
-        if array is not None and array.shape != tuple(variables[each].shape)
-    }
-    absent = [
-        f"{each} (as {name!r})" if name != each else each for each, (name, array) in found.items() if array is None
-    ]
-    left = sorted(arrays.keys() - {name for name, array in found.values() if array is not None})
-    lines = [
-        _listed("variables that the file does not have", absent),
-        _listed("arrays that the model does not have", left),
-        _listed(
-            "other shapes", [f"{name}: {there} in the file, {here}" for name, (there, here) in other_shapes.items()]
-        ),
-    ]
-    text = "; ".join(filter(None, lines))
+    text = _differences(variables, found, arrays)
     if text and not partial:
         raise InputError(
             f"{path} does not match {model.name!r}: {text}. Say in `names` what the file calls each variable, or load "
@@ -150,8 +134,29 @@ def _load_named(
     if text:
         _log.warning("%s: loaded in part: %s.", path, text)
     for each, (_, array) in found.items():
-        if array is not None and each not in other_shapes:
+        if array is not None and array.shape == tuple(variables[each].shape):
             variables[each].assign(array)
+
+
+def _differences(
+    variables: Mapping[str, keras.Variable],
+    found: Mapping[str, tuple[str, ArraySlices | None]],
+    arrays: Mapping[str, ArraySlices],
+) -> str:
+    """What variables and arrays do not have in common; "" for nothing."""
+    absent = [
+        each if name == each else f"{each} (as {name!r})" for each, (name, array) in found.items() if array is None
+    ]
+    present = {each: (name, array) for each, (name, array) in found.items() if array is not None}
+    left = sorted(arrays.keys() - {name for name, _ in present.values()})
+    shapes = {each: (array.shape, tuple(variables[each].shape)) for each, (_, array) in present.items()}
+    others = [f"{each}: {there} in the file, {here}" for each, (there, here) in shapes.items() if there != here]
+    lines = [
+        _listed("variables that the file does not have", absent),
+        _listed("arrays that the model does not have", left),
+        _listed("other shapes", others),
+    ]
+    return "; ".join(filter(None, lines))
 
 
 def _array_for(

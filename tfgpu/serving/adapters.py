@@ -114,19 +114,9 @@ def load_adapters(model: keras.Model, path: str | os.PathLike[str], *, check_bas
         )
     if check_base:
         _check_base(model, path, facts["base"], others)
-    if found and sorted(found) != sorted(places):
-        raise InputError(
-            f"{path} has adapters for {len(places)} layers, and {model.name!r} has LoRA on {len(found)} others. Enable "
-            "it on the same layers, or on none: `load_adapters` does it."
-        )
-    for layer in facts["layers"]:
-        have = found.get(layer["place"])
-        if have is not None and (have.rank, have.alpha) != (layer["rank"], layer["alpha"]):
-            raise InputError(
-                f"{path} has LoRA of rank {layer['rank']} and alpha {layer['alpha']:g} for {have.layer.path!r}, "
-                f"the model has rank {have.rank} and alpha {have.alpha:g}. Enable those of the file, or on no layer."
-            )
-    if not found:
+    if found:
+        _check_same_layers(model, path, facts["layers"], found)
+    else:
         with model.distribute_strategy.scope():
             for layer in facts["layers"]:
                 candidates[layer["place"]].enable_lora(layer["rank"], lora_alpha=layer["alpha"])
@@ -138,6 +128,22 @@ def load_adapters(model: keras.Model, path: str | os.PathLike[str], *, check_bas
     for place, value in trained.items():
         others[place].assign(value)
     return model
+
+
+def _check_same_layers(model: keras.Model, path: Path, layers: list[dict], found: dict) -> None:
+    """Raises an `InputError` if the model's own LoRA is not that of the file."""
+    if sorted(found) != sorted(layer["place"] for layer in layers):
+        raise InputError(
+            f"{path} has adapters for {len(layers)} layers, and {model.name!r} has LoRA on {len(found)} others. Enable "
+            "it on the same layers, or on none: `load_adapters` does it."
+        )
+    for layer in layers:
+        have = found[layer["place"]]
+        if (have.rank, have.alpha) != (layer["rank"], layer["alpha"]):
+            raise InputError(
+                f"{path} has LoRA of rank {layer['rank']} and alpha {layer['alpha']:g} for {have.layer.path!r}, "
+                f"the model has rank {have.rank} and alpha {have.alpha:g}. Enable those of the file, or on no layer."
+            )
 
 
 def _check_base(model: keras.Model, path: Path, expected: list, others: list) -> None:

@@ -1,5 +1,6 @@
 """`parallel.picture`: a measured picture of a pipeline, of when each stage computed each micro-batch and waited."""
 
+import math
 import statistics
 from dataclasses import dataclass
 from io import StringIO
@@ -8,6 +9,7 @@ from typing import Any
 
 import keras
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -91,21 +93,16 @@ def idle(cells: list[Measured]) -> float:
 def draw(cells: list[Measured], *, microbatches: int) -> Figure:
     """Draws cells: time on the x-axis, one row for each device, micro-batches by number."""
     devices = sorted({one.device for one in cells})
-    stages = 1 + max(one.cell.stage for one in cells)
-    scale, unit = (1e3, "ms") if max(one.end for one in cells) < 10 else (1, "s")
+    stages, end = 1 + max(one.cell.stage for one in cells), max(one.end for one in cells)
+    scale, unit = (1e3, "ms") if end < 10 else (1, "s")
     figure = Figure(figsize=(10, 1.5 + 0.5 * len(devices)), layout="constrained")
     axis = figure.subplots()
+    least = 0.009 * end if len(cells) <= _MOST_NUMBERS else math.inf  # the shortest cell with a number
     for one in cells:
-        face, ink, hatch = KINDS[one.kind]
-        begin, width = one.start * scale, (one.end - one.start) * scale
-        row = devices.index(one.device)
-        axis.barh(row, width, 0.86, begin, color=face, edgecolor=_EDGE, linewidth=0.6, hatch=hatch)
-        if len(cells) <= _MOST_NUMBERS and width > 0.009 * scale * max(one.end for one in cells):
-            number = str(one.cell.micro + 1) + ("'" * (one.cell.stage // len(devices)))
-            axis.text(begin + width / 2, row, number, ha="center", va="center", color=ink, fontsize=8)
-    names = [", ".join(str(stage + 1) for stage in range(stages) if stage % len(devices) == at) for at in devices]
+        _draw_cell(axis, one, devices, scale, has_number=one.end - one.start > least)
+    names = [", ".join(map(str, range(1 + at, 1 + stages, len(devices)))) for at in devices]
     axis.set_yticks(range(len(devices)), [f"stage {name}" if len(name) == 1 else f"stages {name}" for name in names])
-    axis.set_xlim(0, max(one.end for one in cells) * scale)
+    axis.set_xlim(0, end * scale)
     axis.set_ylim(len(devices) - 0.5, -0.5)
     axis.set_xlabel(f"time, {unit} (numbers: micro-batches)")
     axis.set_title(_title(cells, stages, microbatches, len(devices)), fontsize=11)
@@ -116,6 +113,15 @@ def draw(cells: list[Measured], *, microbatches: int) -> Figure:
         axis.spines[side].set_visible(False)
     axis.tick_params(axis="y", length=0)
     return figure
+
+
+def _draw_cell(axis: Axes, one: Measured, devices: list[int], scale: float, *, has_number: bool) -> None:
+    face, ink, hatch = KINDS[one.kind]
+    begin, width, row = one.start * scale, (one.end - one.start) * scale, devices.index(one.device)
+    axis.barh(row, width, 0.86, begin, color=face, edgecolor=_EDGE, linewidth=0.6, hatch=hatch)
+    if has_number:
+        number = str(one.cell.micro + 1) + "'" * (one.cell.stage // len(devices))
+        axis.text(begin + width / 2, row, number, ha="center", va="center", color=ink, fontsize=8)
 
 
 def _title(cells: list[Measured], stages: int, microbatches: int, devices: int) -> str:

@@ -178,22 +178,22 @@ def _listed(stages: int, microbatches: int, devices: int | None, *, wanted, urge
     left = {Cell(s, m, back) for s in range(stages) for m in range(microbatches) for back in wanted}
     rows: list[list[Cell]] = [[] for _ in range(devices)]
     done: set[Cell] = set()
+
+    def most_urgent(device: int, ready: list[Cell]) -> Cell | None:
+        in_flight = sum(-1 if cell.backward else 1 for cell in rows[device])
+        is_full = most is not None and in_flight >= most[device]
+        own = [cell for cell in ready if cell.stage % devices == device and (cell.backward or not is_full)]
+        return min(own, key=urgent, default=None)
+
     while left:
-        taken = []
-        possible = [cell for cell in left if all(need in done for need in needs(cell, stages))]
-        for device in range(devices):
-            ready = [cell for cell in possible if cell.stage % devices == device]
-            in_flight = sum(-1 if cell.backward else 1 for cell in rows[device])
-            if most is not None and in_flight >= most[device]:
-                ready = [cell for cell in ready if cell.backward]
-            if ready:
-                taken.append((device, min(ready, key=urgent)))
+        ready = [cell for cell in left if all(need in done for need in needs(cell, stages))]
+        taken = {device: cell for device in range(devices) if (cell := most_urgent(device, ready)) is not None}
         if not taken:
             raise InputError(
                 f"There is no schedule for {stages} stages, {microbatches} micro-batches and {devices} devices."
             )
-        for device, cell in taken:
+        for device, cell in taken.items():
             rows[device].append(cell)
-            left.remove(cell)
-        done.update(cell for _, cell in taken)
+        left -= {*taken.values()}
+        done |= {*taken.values()}
     return rows

@@ -6,7 +6,7 @@ others send as much back to it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import keras
@@ -52,30 +52,40 @@ def split(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> T
     planned = partitioning.partition(model, ways)
     if planned.is_empty:
         return None
-    found, number = TensorSplit(), {id(call.node): at for at, call in enumerate(calls)}
+    found = TensorSplit()
     by_name = {call.name: at for at, call in enumerate(calls)}
     outputs = {id(tensor) for tensor in model_graph.functional(model).outputs}
     for path, segment in planned.segments:
-        variables = [one for one in segment.splits if one.axis is not None]
-        found.variables |= {id(getattr(one.layer, one.attribute)) for one in variables}
-        places = [number[id(call.node)] for call in segment.inner if id(call.node) in number]
-        found.add_sent(by_name[path.partition("/")[0]], _sent(segment))
-        if places:  # otherwise it is within a model that the model calls, which is one call
-            found.flops.update(places)
-            found.kept.update(places[:-1] if segment.ends_row_parallel else places)
-            found.spans.append((places[0], places[-1]))
-        found.loss_splits |= segment.kind == "column" and any(id(tensor) in outputs for tensor in segment.outputs)
+        found.variables |= {id(getattr(one.layer, one.attribute)) for one in segment.splits if one.axis is not None}
+        found.add_sent(_first(by_name, path), _sent(segment))
+        found.loss_splits |= segment.kind == "column" and not outputs.isdisjoint(map(id, segment.outputs))
+        _add_calls(found, segment, calls)
     for path, layer in planned.embeddings:
         found.variables |= {id(getattr(layer, one.attribute)) for one in embeddings.splits(layer)}
-        at = by_name[path.partition("/")[0]]
+        at = _first(by_name, path)
         found.add_sent(at, _bytes(calls[at].inputs) + _bytes(calls[at].outputs))
     for block in planned.blocks:
         found.variables |= {id(getattr(one.layer, one.attribute)) for one in block.splits}
-        at = by_name[block.path.partition("/")[0]]
+        at = _first(by_name, block.path)
         found.add_sent(at, _bytes(calls[at].inputs[:1]) + _bytes(calls[at].outputs[:1]))  # one pair
         if calls[at].layers and not model_graph.is_functional(calls[at].layers[0]):
             found.flops.add(at)
     return found
+
+
+def _add_calls(found: TensorSplit, segment, calls: Sequence[model_graph.Call]) -> None:
+    """Adds a segment's calls; one within a model that the model calls has none, since that is one call."""
+    number = {id(call.node): at for at, call in enumerate(calls)}
+    places = [number[id(call.node)] for call in segment.inner if id(call.node) in number]
+    if places:
+        found.flops.update(places)
+        found.kept.update(places[:-1] if segment.ends_row_parallel else places)
+        found.spans.append((places[0], places[-1]))
+
+
+def _first(by_name: Mapping[str, int], path: str) -> int:
+    """The number of the call of a layer's outermost model."""
+    return by_name[path.partition("/")[0]]
 
 
 def _sent(segment) -> float:

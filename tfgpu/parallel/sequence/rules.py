@@ -7,6 +7,8 @@ values, whole and in parts; if the parts do not give the whole, it is computed o
 import functools
 import inspect
 import logging
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -99,7 +101,7 @@ def _called(rank: ranks.Rank, operation, stock, args: tuple, kwargs: dict) -> ob
         with step_context.scope(draw_shard=None):
             return positions.mark_alike(stock(*args, **kwargs))
     if isinstance(operation, keras.layers.Layer):
-        if _is_by_positions(operation, parts, given, kwargs):
+        if _is_by_positions(_Call(operation, parts, given, kwargs)):
             return stock(*args, **kwargs)
     elif _is_elementwise(operation, parts, given):
         return stock(*args, **kwargs)
@@ -127,40 +129,80 @@ def _from_start(call, operation, rank: ranks.Rank, args: tuple, kwargs: dict) ->
         return call(*args, **kwargs)
 
 
-def _is_by_positions(layer: keras.layers.Layer, parts: list, given: list, kwargs: dict) -> bool:
+class _Call(NamedTuple):
+    """A call of a layer: its tensors, and those of them that are parts of a sequence."""
+
+    layer: keras.layers.Layer
+    parts: list
+    given: list
+    kwargs: dict
+
+    @property
+    def rank(self) -> int:
+        return self.parts[0].shape.rank
+
+    def is_last(self, axis: int) -> bool:
+        """Whether an axis is the last one, and not that of the positions."""
+        return self.rank >= 3 and axis in (-1, self.rank - 1)
+
+
+def _is_by_positions(call: _Call) -> bool:
     """Whether a layer of Keras's gives each position its own result, or meets within."""
-    kind, rank = type(layer), parts[0].shape.rank
-    if layer.activity_regularizer is not None or layers.recomputes(layer):
+    kind = type(call.layer)
+    if call.layer.activity_regularizer is not None or layers.recomputes(call.layer):
         return False
-    if kind in _OF_FEATURES:
-        if rank < 3 or getattr(layer, "noise_shape", None) is not None:
-            return False
-        axis = getattr(layer, "axis", -1)
-        return all(at in (-1, rank - 1) for at in (axis if isinstance(axis, (list, tuple)) else [axis]))
-    if kind in _OF_NUMBERS or kind.__name__ == "ReversibleEmbedding":
-        return getattr(layer, "noise_shape", None) is None
-    if kind is keras.layers.Activation:
-        name = getattr(layer.activation, "__name__", "")
-        return split_rules.is_elementwise(layer.activation) or (name in ("softmax", "log_softmax") and rank >= 3)
-    if kind in _OF_SEVERAL:
-        return _are_alike(parts, given)
-    if kind is keras.layers.Concatenate:
-        return len(parts) == len(given) and rank >= 3 and layer.axis in (-1, rank - 1)
-    if kind is keras.layers.EinsumDense:
-        return _keeps_positions(layer.equation)
-    if kind in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention):
-        gives_scores = kwargs.get("return_attention_scores") or layers.attention_settings(layer).gives_scores
-        one_axis = kind is keras.layers.GroupQueryAttention or layers.attention_rank(layer) == 1
-        return not gives_scores and one_axis and rank == 3
+    if kind in _RULES:
+        return _RULES[kind](call)
+    if kind.__name__ == "ReversibleEmbedding":  # KerasHub's
+        return _is_of_numbers(call)
     # Keras's models, whose inner calls come here one by one; a class of the user's has code of its own.
     return kind in (keras.Sequential, keras.Model) or kind.__name__ == "Functional"
 
 
-def _keeps_positions(equation: str) -> bool:
+def _is_of_features(call: _Call) -> bool:
+    axis = getattr(call.layer, "axis", -1)
+    return all(map(call.is_last, axis if isinstance(axis, (list, tuple)) else [axis]))
+
+
+def _is_of_numbers(call: _Call) -> bool:
+    return getattr(call.layer, "noise_shape", None) is None
+
+
+def _is_activation(call: _Call) -> bool:
+    function = call.layer.activation
+    is_softmax = getattr(function, "__name__", "") in ("softmax", "log_softmax")
+    return split_rules.is_elementwise(function) or (is_softmax and call.is_last(-1))
+
+
+def _is_concatenation(call: _Call) -> bool:
+    return len(call.parts) == len(call.given) and call.is_last(call.layer.axis)
+
+
+def _keeps_positions(call: _Call) -> bool:
     """Whether the second axis of the inputs is the second one of the outputs, and none of the kernel."""
+    equation = call.layer.equation
     inputs, result = equation.replace(" ", "").split("->")
     given, kernel = inputs.split(",")
     return "..." not in equation and len(given) > 2 and given[1] not in kernel and result[1:2] == given[1]
+
+
+def _is_attention(call: _Call) -> bool:
+    gives_scores = call.kwargs.get("return_attention_scores") or layers.attention_settings(call.layer).gives_scores
+    has_one_axis = isinstance(call.layer, keras.layers.GroupQueryAttention) or layers.attention_rank(call.layer) == 1
+    return not gives_scores and has_one_axis and call.rank == 3
+
+
+_RULES: dict[type, Callable[[_Call], bool]] = {
+    **dict.fromkeys(_OF_FEATURES, _is_of_features),
+    **dict.fromkeys(_OF_NUMBERS, _is_of_numbers),
+    **dict.fromkeys(_OF_SEVERAL, lambda call: _are_alike(call.parts, call.given)),
+    keras.layers.Activation: _is_activation,
+    keras.layers.Concatenate: _is_concatenation,
+    keras.layers.EinsumDense: _keeps_positions,
+    keras.layers.MultiHeadAttention: _is_attention,
+    keras.layers.GroupQueryAttention: _is_attention,
+}
+"""By class of Keras's; a subclass has code of its own."""
 
 
 def _are_alike(parts: list, given: list) -> bool:

@@ -96,19 +96,23 @@ def _add_blocks(found: Partitioning, model: keras.Model, ways: int, wanted: dict
     taken = {id(each) for layer in split for each in (layer, *model_graph.layers_within(layer).values())}
     found.blocks, embeddings, notes = blocks.find(model, ways, taken, wanted)
     found.embeddings += embeddings
-    by_path = {note.path: note for note in found.layers}
-    inside = [note for note in notes if note.path not in by_path or by_path[note.path].style is None]
-    around = {path for note in inside for path in _paths_around(note.path)} | {note.path for note in inside}
+    styles = {note.path: note.style for note in found.layers}
+    inside = [note for note in notes if styles.get(note.path) is None]
+    around = {path for note in inside for path in _with_paths_around(note.path)}
     tables = {path for path, _ in found.embeddings}
-    kept = [note for note in found.layers if note.style is not None or note.path not in around]
-    kept = [note for note in kept if note.style != "vocabulary" or note.path in tables]  # one table in two graphs
-    found.layers = kept + inside
+
+    def gives_way(note: LayerSplit) -> bool:
+        if note.style is None:
+            return note.path in around
+        return note.style == "vocabulary" and note.path not in tables  # one table in two graphs
+
+    found.layers = [note for note in found.layers if not gives_way(note)] + inside
 
 
-def _paths_around(path: str) -> list[str]:
-    """The paths of the layers that hold a layer."""
+def _with_paths_around(path: str) -> list[str]:
+    """The path of a layer, and those of the layers that hold it."""
     names = path.split("/")
-    return ["/".join(names[:end]) for end in range(1, len(names))]
+    return ["/".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 def _graphs(model: keras.Model, layers: Mapping[str, keras.layers.Layer]) -> dict[str, keras.Model]:
