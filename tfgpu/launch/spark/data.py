@@ -298,21 +298,7 @@ def to_array(column, name: str):
     import numpy as np
 
     arrow = pyarrow()
-    values, shape = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column, [len(column)]
-    if isinstance(values, arrow.ChunkedArray):  # no chunks
-        values = arrow.array([], values.type)
-    while True:
-        if values.null_count:
-            raise InputError(f"Column {name!r} has {values.null_count} missing value(s). Fill them or drop the rows.")
-        if not arrow.types.is_list(values.type) and not arrow.types.is_large_list(values.type):
-            break
-        lengths = np.unique(np.diff(values.offsets.to_numpy()))
-        if len(lengths) > 1:
-            raise InputError(
-                f"The lists in column {name!r} must have the same length. Received: {lengths[0]} to {lengths[-1]}."
-            )
-        shape.append(int(lengths[0]) if len(lengths) else 0)
-        values = values.flatten()
+    values, shape = _without_lists(column, name)
     kind = values.type
     if arrow.types.is_decimal(kind):
         values, kind = values.cast(arrow.float64()), arrow.float64()
@@ -327,3 +313,25 @@ def to_array(column, name: str):
         )
     array = values.to_numpy(zero_copy_only=False).reshape(shape)
     return array.astype(np.float32) if array.dtype.kind == "f" else array
+
+
+def _without_lists(column, name: str) -> tuple:
+    """The values of a column of lists, however deep, in one array, and its shape."""
+    import numpy as np
+
+    arrow = pyarrow()
+    values, shape = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column, [len(column)]
+    if isinstance(values, arrow.ChunkedArray):  # no chunks
+        values = arrow.array([], values.type)
+    while True:
+        if values.null_count:
+            raise InputError(f"Column {name!r} has {values.null_count} missing value(s). Fill them or drop the rows.")
+        if not arrow.types.is_list(values.type) and not arrow.types.is_large_list(values.type):
+            return values, shape
+        lengths = np.unique(np.diff(values.offsets.to_numpy()))
+        if len(lengths) > 1:
+            raise InputError(
+                f"The lists in column {name!r} must have the same length. Received: {lengths[0]} to {lengths[-1]}."
+            )
+        shape.append(int(lengths[0]) if len(lengths) else 0)
+        values = values.flatten()
