@@ -3,6 +3,7 @@ says `# tfgpu launch ...` by that command, one that takes an engine (Ray, Spark)
 blocks (```py) compile at least; every command that a page shows is one that there is."""
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -193,3 +194,26 @@ def test_the_other_commands_are_there():
         assert set(re.findall(r"^make ([a-z-]+)", block, re.MULTILINE)) <= targets, page.name
         for script in re.findall(r"^(?:\w+=\S+ )*python (\w+/\S+\.py)", block, re.MULTILINE):
             assert (ROOT / script).exists(), f"{page.name}: {script}"
+
+
+DOCSTRING = """Adds.
+
+Example:
+    for number in (1, 2):
+        total += number
+
+    print(total)
+
+Source: a book.
+"""
+
+
+def test_an_example_is_code_in_the_reference_with_prompts_or_without():
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("site_docstrings", ROOT / "docs" / "site" / "docstrings.py")
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    code = "    ```python\n    for number in (1, 2):\n        total += number\n\n    print(total)\n    ```"
+    assert docstrings.with_code(DOCSTRING) == f"Adds.\n\nExamples:\n{code}\n\nSource: a book.\n"
+    prompted = "Adds.\n\nExample:\n    >>> 1 + 2\n    3"
+    assert docstrings.with_code(prompted) == "Adds.\n\nExamples:\n    >>> 1 + 2\n    3\n"
