@@ -25,7 +25,18 @@ def small_blocks(monkeypatch):
     keras.config.disable_flash_attention()
 
 
+class Own(keras.layers.Layer):
+    def __init__(self, dropout):
+        super().__init__()
+        self.attention = layer("heads", dropout)
+
+    def call(self, query, value, use_causal_mask=False):
+        return self.attention(query, value, use_causal_mask=use_causal_mask)
+
+
 def layer(kind, dropout=0.0):
+    if kind == "own":
+        return Own(dropout)
     if kind == "grouped":
         return keras.layers.GroupQueryAttention(4, 4, 2, dropout=dropout)
     return keras.layers.MultiHeadAttention(2, 4, dropout=dropout)
@@ -67,10 +78,12 @@ def test_compiled_by_xla():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("kind", ["heads", "grouped"])
-def test_replicas_are_one_device_with_dropout(kind, replicas):
+@pytest.mark.parametrize("kind", ["heads", "grouped", "own"])
+def test_replicas_are_one_device_with_dropout(kind, replicas, caplog):
+    """An own layer is tried on other rows than the replica's: the backward pass draws for them too."""
     expected = trained(kind, flash=True, dropout=0.3)
     np.testing.assert_allclose(trained(kind, flash=True, dropout=0.3, replicas=replicas), expected, atol=1e-6)
+    assert "mixes rows" not in caplog.text
 
 
 def test_a_function_takes_it_by_its_argument_and_by_the_setting(small_blocks):

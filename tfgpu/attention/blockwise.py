@@ -7,7 +7,8 @@ attention but for the order in which gradients of keys and values add up.
 Source: M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2) Memory", 2021, arXiv:2112.05682.
 """
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -27,6 +28,8 @@ class Masks:
         queries: bool [batch, queries], or None.
         keys: bool [batch, keys] each.
         pairs: bool, broadcastable to [batch, heads, queries, keys], or None. It is as long as the square of the length.
+        rows: `rows(begin, count)` makes such pairs for `count` queries from `begin` on, broadcastable to [batch, count,
+            keys]; or None.
         is_causal: a query sees keys up to its own position.
         window: a query sees keys less than this far from it, or None.
         first_query: the position of the first query among the keys, where the queries are a part of the sequence.
@@ -36,6 +39,7 @@ class Masks:
     queries: tf.Tensor | None = None
     keys: Sequence[tf.Tensor] = ()
     pairs: tf.Tensor | None = None
+    rows: Callable[[tf.Tensor, int], tf.Tensor] | None = None
     is_causal: bool = False
     window: int | None = None
     first_query: int = 0
@@ -67,7 +71,7 @@ def attention(
     masks: Masks = Masks(),
     soft_cap: float | None = None,
     dropout: Dropout | None = None,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> tf.Tensor:
     """Computes `softmax(scale * query @ key + bias) @ value` by blocks of queries.
 
@@ -81,7 +85,7 @@ def attention(
         masks: which keys a query sees.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
         dropout: of the probabilities.
-        block: queries in a block.
+        block: queries in a block; None takes 256.
 
     Returns:
         [batch, queries, heads, value size], of the inputs' dtype.
@@ -94,135 +98,95 @@ def attention(
     heads, shared = query.shape[2], key.shape[2]
     if heads is not None and shared is not None and heads > shared:
         key, value = (tf.repeat(each, heads // shared, axis=2) for each in (key, value))
-    given = [query, key, value, *([] if bias is None else [bias])]
-    run = Blocks(
-        query, key, masks=masks, scale=scale, soft_cap=soft_cap, dropout=dropout, size=block, has_bias=bias is not None
-    )
-
-    @tf.custom_gradient
-    def whole(*given):
-        return run.forward(given), lambda upstream: run.backward(given, upstream)
-
-    output = whole(*given)
-    output.set_shape([*query.shape[:3], value.shape[3]])
-    return output
+    run = Blocks(query, key, masks=masks, scale=scale, soft_cap=soft_cap, dropout=dropout, size=block or BLOCK)
+    return run.run([query, key, value, *([] if bias is None else [bias])])
 
 
-class Blocks:
-    """One call of `attention`, whose arguments it takes.
+class Loop(abc.ABC):
+    """Attention of all queries, a block of them at a time.
 
     Args:
+        query: [batch, queries, heads, size].
         size: queries in a block.
-        has_bias: a bias is among what `forward` gets.
-        skips_later_keys: a causal block may leave out the keys behind it, of which dropout then draws nothing.
     """
 
-    def __init__(
-        self, query, key, *, masks, scale, soft_cap=None, dropout=None, size, has_bias=False, skips_later_keys=True
-    ):
-        self._masks, self._scale, self._soft_cap = masks, scale, soft_cap
-        self._dropout, self._has_bias = dropout, has_bias
+    def __init__(self, query: tf.Tensor, *, size: int):
         length = query.shape[1]
         self._size = min(size, length) if length else size
         self._length = tf.shape(query)[1] if length is None else length
-        self._keys = tf.shape(key)[1] if key.shape[1] is None else key.shape[1]
         self._count = -(-self._length // self._size)
         self._padding = self._count * self._size - self._length
-        # A query whose keys are all masked gives all of them the same weight, also those behind it.
-        only_causal = masks.is_causal and not masks.keys and masks.queries is masks.pairs is masks.window is None
-        # XLA needs one size for all blocks.
-        self._skips_later_keys = skips_later_keys and only_causal and not step_context.is_in_xla()
+
+    @abc.abstractmethod
+    def _block(self, at, query, key, value, others: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The output for the queries of a block, [batch, queries, heads, value size]."""
+
+    def run(self, given: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The output for all queries, of which the scores are dropped, and computed again in the backward pass.
+
+        Args:
+            given: queries, keys, values, and what else has a gradient: [batch, heads, queries, keys] by rows of
+                queries, or of another rank.
+        """
+        query, _, value, *_ = given
+        # The backward pass may be taken elsewhere: on another device, or by who knows of other rows to draw for.
+        device, step = query.device, step_context.copied()
+
+        @tf.custom_gradient
+        def whole(*given):
+            def gradient(upstream):
+                with tf.device(device), step_context.scope(**step):
+                    return self.backward(given, upstream)
+
+            return self.forward(given), gradient
+
+        output = whole(*given)
+        output.set_shape([*query.shape[:3], value.shape[3]])
+        return output
 
     def forward(self, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output for all queries."""
-        query, key, value, *bias = given
-        query, bias = self._padded(query, 1), [self._padded(each, 2) for each in bias]
+        query, key, value, *others = given
+        query, others = self._padded(query, 1), [self._padded(each, 2) for each in others]
         outputs = tf.TensorArray(value.dtype, size=self._count, element_shape=self._shape_of(query, value))
 
         def step(at, outputs):
-            rows = self._rows(query, at, 1)
-            return at + 1, outputs.write(at, self._block(at, rows, key, value, [self._rows(b, at, 2) for b in bias]))
+            rows, more = self._rows(query, at, 1), [self._rows(each, at, 2) for each in others]
+            return at + 1, outputs.write(at, self._block(at, rows, key, value, more))
 
         _, outputs = self._loop(step, (0, outputs))
         return self._joined(outputs, 1)
 
     def backward(self, given: Sequence[tf.Tensor], upstream: tf.Tensor) -> list[tf.Tensor]:
         """The gradients of what was given."""
-        query, key, value, *bias = given
+        query, key, value, *others = given
         padded, upstream = self._padded(query, 1), self._padded(upstream, 1)
-        biases = [self._padded(each, 2) for each in bias]
-        by_rows = [query, *(each for each in bias if _has_rows(each))]
-        added = [key, value, *(each for each in bias if not _has_rows(each))]
+        wholes = [self._padded(each, 2) for each in others]
+        by_rows = [query, *(each for each in others if _has_rows(each))]
+        added = [key, value, *(each for each in others if not _has_rows(each))]
         arrays = [tf.TensorArray(each.dtype, size=self._count) for each in by_rows]
         # Sums of many blocks in 16 bits would lose what one sum does not.
         sums = [tf.zeros(tf.shape(each), _wide(each.dtype)) for each in added]
 
         def step(at, arrays, sums):
-            rows, pieces = self._rows(padded, at, 1), [self._rows(each, at, 2) for each in biases]
+            rows, pieces = self._rows(padded, at, 1), [self._rows(each, at, 2) for each in wholes]
             with tf.GradientTape() as tape:
                 tape.watch([rows, key, value, *pieces])
                 output = self._block(at, rows, key, value, pieces)
-            of_query, of_key, of_value, *of_bias = tape.gradient(
+            of_query, of_key, of_value, *of_others = tape.gradient(
                 output, [rows, key, value, *pieces], self._rows(upstream, at, 1)
             )
-            has_rows = [_has_rows(each) for each in bias]
-            mine = [of_query, *(each for each, own in zip(of_bias, has_rows, strict=True) if own)]
-            more = [of_key, of_value, *(each for each, own in zip(of_bias, has_rows, strict=True) if not own)]
+            has_rows = [_has_rows(each) for each in others]
+            mine = [of_query, *(each for each, own in zip(of_others, has_rows, strict=True) if own)]
+            more = [of_key, of_value, *(each for each, own in zip(of_others, has_rows, strict=True) if not own)]
             arrays = [array.write(at, each) for array, each in zip(arrays, mine, strict=True)]
             return at + 1, arrays, [total + tf.cast(each, total.dtype) for total, each in zip(sums, more, strict=True)]
 
         _, arrays, sums = self._loop(step, (0, arrays, sums))
         sums = [tf.cast(total, each.dtype) for total, each in zip(sums, added, strict=True)]
         joined = [self._joined(array, 1 if at == 0 else 2) for at, array in enumerate(arrays)]
-        of_bias = joined[1:] + sums[2:]
-        return [joined[0], *sums[:2], *of_bias]
-
-    def _block(self, at, query, key, value, bias: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output for one block of queries, as Keras computes it for all."""
-        keys = self._keys
-        if self._skips_later_keys:
-            keys = tf.minimum(keys, self._masks.first_query + (at + 1) * self._size)
-            key, value = key[:, :keys], value[:, :keys]
-            bias = [each if each.shape[3] == 1 else each[..., :keys] for each in bias]
-        scores = tf.cast(tf.einsum("BTNH,BSNH->BNTS", query, key), _wide(query.dtype))
-        scores *= tf.cast(self._scale, scores.dtype)
-        for each in bias:
-            scores += tf.cast(each, scores.dtype)
-        if self._soft_cap is not None:
-            scores = self._soft_cap * tf.tanh(scores / self._soft_cap)
-        allowed = self._allowed(at, keys)
-        if allowed is not None:
-            scores = tf.where(allowed, scores, tf.constant(-0.7 * 3.38953e38, scores.dtype))
-        chances = tf.nn.softmax(scores)
-        if allowed is not None and self._masks.empty_gives_zero:
-            chances = tf.where(allowed, chances, 0)
-        chances = tf.cast(chances, key.dtype)
-        if self._dropout is not None:
-            seed = _Seed(self._dropout.seed, at + self._dropout.first_block)
-            chances = keras.random.dropout(chances, self._dropout.rate, seed=seed)
-        return tf.einsum("BNTS,BSNH->BTNH", chances, value)
-
-    def _allowed(self, at, keys) -> tf.Tensor | None:
-        """Which keys the queries of a block see: broadcastable to [batch, heads, queries, keys]; None for all."""
-        masks, found = self._masks, [keys[:, None, None, :] for keys in self._masks.keys]
-        if masks.queries is not None:
-            found.append(self._rows(self._padded(masks.queries, 1), at, 1)[:, None, :, None])
-        if masks.pairs is not None:
-            found.append(self._rows(self._padded(masks.pairs, 2), at, 2))
-        if masks.is_causal or masks.window is not None:
-            first = tf.cast(masks.first_query + at * self._size, tf.int64)  # a GPU compares int32 in host memory
-            rows, columns = (tf.cast(tf.range(count), tf.int64) for count in (self._size, keys))
-            rows, columns = first + rows[:, None], columns[None, :]
-            if masks.is_causal:
-                found.append((columns <= rows)[None, None])
-            if masks.window is not None:
-                found.append((tf.abs(rows - columns) < masks.window)[None, None])
-        if not found:
-            return None
-        whole = found[0]
-        for each in found[1:]:
-            whole = tf.logical_and(whole, each)
-        return whole
+        of_rows, of_all = iter(joined[1:]), iter(sums[2:])
+        return [joined[0], *sums[:2], *(next(of_rows) if _has_rows(each) else next(of_all) for each in others)]
 
     def _loop(self, step, state):
         """Runs a step for each block, one after another, so that the scores of one are there at a time."""
@@ -263,19 +227,92 @@ class Blocks:
         return whole[(slice(None),) * axis + (slice(self._length),)]
 
 
-class _Seed(keras.random.SeedGenerator):
-    """The seed of one block: the same whenever the block is computed."""
+class Blocks(Loop):
+    """One call of `attention`, whose arguments it takes.
 
-    def __init__(self, seed: tf.Tensor, at):
-        self._value = seed + tf.stack([tf.zeros([], seed.dtype), tf.cast(at * 0x5851F42D, seed.dtype)])
+    Args:
+        size: queries in a block.
+        skips_later_keys: a causal block may leave out the keys behind it, of which dropout then draws nothing.
+    """
+
+    def __init__(self, query, key, *, masks, scale, soft_cap=None, dropout=None, size, skips_later_keys=True):
+        super().__init__(query, size=size)
+        self._masks, self._scale, self._soft_cap, self._dropout = masks, scale, soft_cap, dropout
+        self._keys = tf.shape(key)[1] if key.shape[1] is None else key.shape[1]
+        # A query whose keys are all masked gives all of them the same weight, also those behind it.
+        others = (masks.queries, masks.pairs, masks.rows, masks.window)
+        only_causal = masks.is_causal and not masks.keys and all(each is None for each in others)
+        # XLA needs one size for all blocks.
+        self._skips_later_keys = skips_later_keys and only_causal and not step_context.is_in_xla()
+
+    def _block(self, at, query, key, value, bias: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The output for one block of queries, as Keras computes it for all."""
+        keys = self._keys
+        if self._skips_later_keys:
+            keys = tf.minimum(keys, self._masks.first_query + (at + 1) * self._size)
+            key, value = key[:, :keys], value[:, :keys]
+            bias = [each if each.shape[3] == 1 else each[..., :keys] for each in bias]
+        scores = tf.cast(tf.einsum("BTNH,BSNH->BNTS", query, key), _wide(query.dtype))
+        scores *= tf.cast(self._scale, scores.dtype)
+        for each in bias:
+            scores += tf.cast(each, scores.dtype)
+        if self._soft_cap is not None:
+            scores = self._soft_cap * tf.tanh(scores / self._soft_cap)
+        allowed = self._allowed(at, keys)
+        if allowed is not None:
+            scores = tf.where(allowed, scores, tf.constant(-0.7 * 3.38953e38, scores.dtype))
+        chances = tf.nn.softmax(scores)
+        if allowed is not None and self._masks.empty_gives_zero:
+            chances = tf.where(allowed, chances, 0)
+        chances = tf.cast(chances, key.dtype)
+        if self._dropout is not None:
+            seed = _Seed(block_seed(self._dropout.seed, at + self._dropout.first_block))
+            chances = keras.random.dropout(chances, self._dropout.rate, seed=seed)
+        return tf.einsum("BNTS,BSNH->BTNH", chances, value)
+
+    def _allowed(self, at, keys) -> tf.Tensor | None:
+        """Which keys the queries of a block see: broadcastable to [batch, heads, queries, keys]; None for all."""
+        masks, found = self._masks, [keys[:, None, None, :] for keys in self._masks.keys]
+        if masks.queries is not None:
+            found.append(self._rows(self._padded(masks.queries, 1), at, 1)[:, None, :, None])
+        if masks.pairs is not None:
+            found.append(self._rows(self._padded(masks.pairs, 2), at, 2))
+        if masks.rows is not None:
+            found.append(tf.cast(masks.rows(at * self._size, self._size), tf.bool)[:, None])
+        if masks.is_causal or masks.window is not None:
+            first = tf.cast(masks.first_query + at * self._size, tf.int64)  # a GPU compares int32 in host memory
+            rows, columns = (tf.cast(tf.range(count), tf.int64) for count in (self._size, keys))
+            rows, columns = first + rows[:, None], columns[None, :]
+            if masks.is_causal:
+                found.append((columns <= rows)[None, None])
+            if masks.window is not None:
+                found.append((tf.abs(rows - columns) < masks.window)[None, None])
+        if not found:
+            return None
+        whole = found[0]
+        for each in found[1:]:
+            whole = tf.logical_and(whole, each)
+        return whole
+
+
+class _Seed(keras.random.SeedGenerator):
+    """A seed that is the same whenever it is asked for."""
+
+    def __init__(self, seed: tf.Tensor):
+        self._value = seed
 
     def next(self, ordered: bool = True) -> tf.Tensor:
         return self._value
 
 
+def block_seed(seed: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+    """The seed of a block; of the first one, the seed itself."""
+    return seed + tf.stack([tf.zeros([], seed.dtype), tf.cast(at * 0x5851F42D, seed.dtype)])
+
+
 def _has_rows(value: tf.Tensor) -> bool:
-    """Whether a value of [batch, heads, queries, keys] differs by query."""
-    return value.shape[2] != 1
+    """Whether a value is of [batch, heads, queries, keys] and differs by query."""
+    return value.shape.rank == 4 and value.shape[2] != 1
 
 
 def _wide(dtype: tf.DType) -> tf.DType:
