@@ -46,11 +46,11 @@ def next_words(rows: int) -> Data:
     return {"token_ids": ids, "padding_mask": there}, np.roll(ids, -1, 1), there.astype("float32")
 
 
-def causal(kind: str, **sizes: int) -> Callable[[Size], tuple[keras.Model, Data]]:
+def causal(kind: str, **sizes: float) -> Callable[[Size], tuple[keras.Model, Data]]:
     """Makes a language model with a backbone of this kind, and its data."""
 
     def make(size: Size) -> tuple[keras.Model, Data]:
-        backbone = getattr(hub(), f"{kind}Backbone")(WORDS, dropout=0.1, **{**size.blocks, **sizes})
+        backbone = getattr(hub(), f"{kind}Backbone")(WORDS, **{"dropout": 0.1, **size.blocks, **sizes})
         return getattr(hub(), f"{kind}CausalLM")(backbone, preprocessor=None), next_words(size.rows)
 
     return make

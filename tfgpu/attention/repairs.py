@@ -3,21 +3,17 @@
 import keras
 import tensorflow as tf
 
-from tfgpu.attention import blockwise, separate_masks
-from tfgpu.compat import layers, slots
+from tfgpu.attention import asked, blockwise, separate_masks
+from tfgpu.compat import layers
 from tfgpu.compat.keras import has_enabled_flash_attention
 from tfgpu.compat.patch import wrap
 from tfgpu.repairs.repair import Repair
 
 
-def is_enabled() -> bool:
-    """Whether the script has called `keras.config.enable_flash_attention()`, and not disabled it since."""
-    return slots.get(keras.config, "flash_attention", False)
-
-
 def compute_by_blocks() -> None:
     """Lets attention work by blocks where flash attention is asked for."""
-    slots.of(keras.config).flash_attention = has_enabled_flash_attention()  # before there were repairs
+    if has_enabled_flash_attention():  # before there were repairs
+        _switch(True)
     for name, value in (("enable_flash_attention", True), ("disable_flash_attention", False)):
         _wrap_switch(name, value)
 
@@ -25,9 +21,10 @@ def compute_by_blocks() -> None:
     def dot_product_attention(
         stock, query, key, value, bias=None, mask=None, scale=None, is_causal=False, flash_attention=None, **more
     ):
-        asked = is_enabled() if flash_attention is None else flash_attention
+        is_asked = asked.is_enabled() if flash_attention is None else flash_attention
+        asked.note_attention()
         query, key, value = (tf.convert_to_tensor(each) for each in (query, key, value))
-        if not asked or query.shape.rank != 4:
+        if not is_asked or query.shape.rank != 4:
             return stock(query, key, value, bias, mask, scale, is_causal, flash_attention, **more)
         dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
         query, key, value = (tf.cast(each, dtype) for each in (query, key, value))
@@ -43,7 +40,7 @@ def compute_by_blocks() -> None:
             soft_cap=more.get("attn_logits_soft_cap"),
         )
 
-    separate_masks.keepers.register(_is_asked)
+    separate_masks.keepers.register(asked.of_layer)
     separate_masks.install()
     _wrap_attention()
 
@@ -51,8 +48,14 @@ def compute_by_blocks() -> None:
 def _wrap_switch(name: str, value: bool) -> None:
     @wrap(f"keras.config.{name}")
     def switch(stock):
-        slots.of(keras.config).flash_attention = value
+        _switch(value)
         stock()
+
+
+def _switch(value: bool) -> None:
+    asked.enable(value)
+    for install in asked.takers if value else ():
+        install()
 
 
 def _wrap_attention() -> None:
@@ -62,7 +65,8 @@ def _wrap_attention() -> None:
         def compute_attention(stock, self, query, key, value, attention_mask=None, training=None, *args, **more):
             settings = layers.attention_settings(self)
             gives_scores = args[0] if args else more.get("return_attention_scores", settings.gives_scores)
-            if not _is_asked(self) or gives_scores or len(query.shape) != 4:
+            asked.note_attention()
+            if not asked.of_layer(self) or gives_scores or len(query.shape) != 4:
                 if isinstance(attention_mask, separate_masks.SeparateMasks):
                     attention_mask = attention_mask.merged()
                 return stock(self, query, key, value, attention_mask, training, *args, **more)
@@ -71,11 +75,6 @@ def _wrap_attention() -> None:
             if settings.dropout and training:
                 dropout = blockwise.Dropout(settings.dropout, settings.seed.next())
             return blockwise.attention(query, key, value, scale=settings.scale, masks=masks, dropout=dropout), None
-
-
-def _is_asked(layer: keras.layers.Layer) -> bool:
-    flash = layers.attention_settings(layer).flash
-    return is_enabled() if flash is None else flash
 
 
 def lacks_flash_attention() -> bool:

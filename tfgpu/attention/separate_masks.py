@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfgpu.attention import blockwise
-from tfgpu.compat import layers, patch
+from tfgpu.compat import layers, patch, slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core.extensions import Registry
 
@@ -64,6 +64,8 @@ def masks_of(attention_mask: SeparateMasks | tf.Tensor | None, is_causal: bool) 
     """The masks that a layer's `_compute_attention` was given."""
     if isinstance(attention_mask, SeparateMasks):
         return attention_mask.masks
+    if (rows := rows_of(attention_mask)) is not None:
+        return blockwise.Masks(rows=rows, is_causal=is_causal)
     return blockwise.Masks(pairs=pairs_of(attention_mask), is_causal=is_causal)
 
 
@@ -77,3 +79,21 @@ def by_heads(value: tf.Tensor) -> tf.Tensor:
     while value.shape.rank < 4:
         value = tf.expand_dims(value, -3)
     return value
+
+
+def note_rows(mask: tf.Tensor, rows: Callable[[tf.Tensor, int], tf.Tensor]) -> tf.Tensor:
+    """Notes how a mask of queries and keys is made for some of the queries alone; returns the mask.
+
+    In a graph, a mask that nobody reads is not computed. A copy of it has no note, and is read as a whole.
+
+    Args:
+        mask: [batch, queries, keys].
+        rows: as `Masks.rows`.
+    """
+    slots.of(mask).mask_rows = rows
+    return mask
+
+
+def rows_of(mask: tf.Tensor | None) -> Callable[[tf.Tensor, int], tf.Tensor] | None:
+    """What `note_rows` has noted of a mask, or None."""
+    return slots.get(mask, "mask_rows")

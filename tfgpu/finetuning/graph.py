@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfgpu.attention.separate_masks import note_rows
 from tfgpu.parallel import model_graph
 
 TOKENS, PADDING, SEGMENTS, POSITIONS = "token_ids", "padding_mask", "segment_ids", "positions"
@@ -17,7 +19,11 @@ class SegmentMask(keras.layers.Layer):
     """Which tokens of a row are of one sequence: bool [batch, length, length] from int [batch, length] numbers."""
 
     def call(self, segment_ids):
-        return keras.ops.equal(segment_ids[:, :, None], segment_ids[:, None, :])
+        def rows(begin, count):
+            own = tf.gather(segment_ids, tf.minimum(begin + tf.range(count), tf.shape(segment_ids)[1] - 1), axis=1)
+            return tf.equal(own[:, :, None], segment_ids[:, None, :])
+
+        return note_rows(keras.ops.equal(segment_ids[:, :, None], segment_ids[:, None, :]), rows)
 
 
 def packed_inputs(task: keras.Model) -> tuple[str, ...] | None:

@@ -1,8 +1,10 @@
-"""`keras.remat`."""
+"""`keras.remat`, and flash attention in KerasHub's layers."""
 
 import keras
 import tensorflow as tf
 
+from tfgpu.attention import asked
+from tfgpu.parallel import hub_attention
 from tfgpu.parallel.rematerialization import remat
 from tfgpu.repairs.repair import Repair
 
@@ -15,6 +17,8 @@ def second_run_draws_differently() -> bool:
         y = keras.remat(keras.layers.Dropout(0.5, seed=1))(x, training=True)
     return bool(tf.reduce_any(tape.gradient(y, x) != y))
 
+
+asked.takers.register(hub_attention.install)
 
 REPAIRS = (
     Repair(

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +21,19 @@ BALANCE = "compute_load_balancing_loss"
 """The function with which the modules of mixtures make the loss that balances experts."""
 _ATTENTION = "_compute_attention"
 _MASKS = ("_compute_self_attention_mask", "_compute_attention_mask")
-_ATTENTIONS = frozenset(
-    "CachedGemmaAttention CachedGemma3Attention CachedMistralAttention CachedMixtralAttention GPTNeoXAttention "
-    "GptOssAttention LlamaAttention Phi3Attention Qwen3Attention Qwen3MoeAttention QwenAttention QwenMoeAttention "
-    "SmolLM3Attention".split()
-)
-"""Layers whose `_compute_attention(query, key, value, mask, ...)` takes a chunk of the queries and all keys."""
+_ATTENTIONS = dict.fromkeys(
+    "CachedMistralAttention CachedMixtralAttention GptOssAttention LlamaAttention Phi3Attention Qwen3Attention "
+    "Qwen3MoeAttention QwenAttention QwenMoeAttention SmolLM3Attention".split()
+) | {
+    "CachedGemmaAttention": "dropout_layer",
+    "CachedGemma3Attention": "dropout_layer",
+    "GPTNeoXAttention": "_attn_dropout_layer",
+}
+"""Layers whose `_compute_attention(query, key, value, mask, ...)` takes a chunk of the queries and all keys, with the
+name of the Dropout that it applies to the scores."""
+_WIPES = frozenset({"CachedGemmaAttention", "CachedGemma3Attention"})
+"""Layers whose `call` asks of the mask which queries see any key."""
+_WINDOW = "_mask_sliding_window"
 
 
 def converter_of(model: keras.Model, config: Path) -> tuple[keras.Model, ModuleType] | None:
@@ -128,6 +136,30 @@ def attention_method(kind: type) -> tuple[type, str] | None:
         if _is_hub(owner) and owner.__name__ in _ATTENTIONS and _ATTENTION in vars(owner):
             return owner, _ATTENTION
     return None
+
+
+def score_dropout(layer: keras.layers.Layer) -> keras.layers.Dropout | None:
+    """The Dropout that a layer of `attention_method` applies to its scores."""
+    owner, _ = attention_method(type(layer))
+    name = _ATTENTIONS[owner.__name__]
+    return getattr(layer, name) if name else None
+
+
+def window_method(kind: type) -> tuple[type, str] | None:
+    """The class and the name of a method that adds a window of `sliding_window_size` to a mask of queries and keys."""
+    found = attention_method(kind)
+    return (found[0], _WINDOW) if found is not None and _WINDOW in vars(found[0]) else None
+
+
+def is_mask_asked(kind: type) -> bool:
+    """Whether the `call` of a layer of `attention_method` asks of the mask which queries see any key."""
+    found = attention_method(kind)
+    return found is not None and found[0].__name__ in _WIPES and "call" in vars(found[0])
+
+
+def balances(kind: type) -> bool:
+    """Whether a class of KerasHub's is in a module that has the loss which balances experts."""
+    return _is_hub(kind) and hasattr(sys.modules[kind.__module__], BALANCE)
 
 
 def mask_methods(kind: type) -> list[tuple[type, str]]:

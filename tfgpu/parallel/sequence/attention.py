@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfgpu.attention import blockwise, separate_masks
-from tfgpu.attention.repairs import is_enabled
+from tfgpu.attention import asked, blockwise, separate_masks
 from tfgpu.compat import layers
 from tfgpu.compat.patch import wrap
 from tfgpu.core.randomness import rng
@@ -44,11 +43,11 @@ def install() -> None:
         query, key, value = (tf.convert_to_tensor(each) for each in (query, key, value))
         if bias is not None or query.shape.rank != 4 or query.shape[2] != key.shape[2]:
             raise NeedsAllPositions
-        asked = more.get("flash_attention")
+        flash = more.get("flash_attention")
         if scale is None:
             scale = key.shape[-1] ** -0.5
         given = separate_masks.masks_of(mask, is_causal)
-        block = blockwise.BLOCK if (is_enabled() if asked is None else asked) else None
+        block = blockwise.BLOCK if (asked.is_enabled() if flash is None else flash) else None
         cap = more.get("attn_logits_soft_cap")
         return _attend(rank, query, key, value, given, scale=scale, block=block, soft_cap=cap)
 
@@ -63,7 +62,7 @@ def _wrap_attention(name: str) -> None:
         if gives_scores or query.shape.rank != 4 or query.shape[2] != key.shape[2]:
             raise NeedsAllPositions
         given = separate_masks.masks_of(attention_mask, more.get("use_causal_mask", False))
-        is_flash = is_enabled() if settings.flash is None else settings.flash
+        is_flash = asked.of_layer(self)
         dropout = None
         if settings.dropout and training:
             dropout = blockwise.Dropout(settings.dropout, settings.seed.next())

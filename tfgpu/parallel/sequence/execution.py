@@ -9,7 +9,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import layers
+from tfgpu.compat import keras_hub, layers
 from tfgpu.compat.keras import in_symbolic_scope, tree
 from tfgpu.compat.patch import override
 from tfgpu.core import logits, replication
@@ -132,7 +132,7 @@ class _Run:
         found = []
         for layer in [self._model, *model_graph.layers_within(self._model).values()]:
             added = layers.added_losses(layer)
-            if added and not hub_blocks.balances(layer):
+            if added and not keras_hub.balances(type(layer)):
                 layers.clear_losses(self._model)
                 raise InputError(
                     f"{layer.name!r} adds a loss in training only. Each device would compute it from its part of the "

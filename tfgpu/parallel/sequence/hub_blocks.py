@@ -24,7 +24,7 @@ from tfgpu.core import step_context
 from tfgpu.core.randomness import rng
 from tfgpu.core.randomness.row_draws import DrawShard
 from tfgpu.core.row_mixing import choices
-from tfgpu.parallel import model_graph
+from tfgpu.parallel import hub_attention, model_graph
 from tfgpu.parallel.rematerialization import remat
 from tfgpu.parallel.sequence import positions, ranks
 from tfgpu.parallel.tensor import local_shards
@@ -33,9 +33,10 @@ from tfgpu.parallel.tensor import local_shards
 def install(model: keras.Model) -> None:
     """Lets ranks compute parts of KerasHub's blocks within a model, in this process from now on."""
     for layer in model_graph.layers_within(model).values():
+        hub_attention.prepare(type(layer))  # what is wrapped here lies around it
         for owner, name in keras_hub.mask_methods(type(layer)):
             _wrap_mask(owner, name)
-        if balances(layer):
+        if keras_hub.balances(type(layer)):
             _wrap_balance(sys.modules[type(layer).__module__])
         found = keras_hub.attention_method(type(layer))
         if found is not None:
@@ -107,12 +108,6 @@ def _wrap_attention(owner: type, name: str) -> None:
         return _Attention(rank, run).outputs(*parts)
 
 
-def balances(layer: keras.layers.Layer) -> bool:
-    """Whether a layer of KerasHub's adds the loss that balances experts, which is computed of all positions."""
-    module = type(layer).__module__
-    return module.startswith("keras_hub.") and hasattr(sys.modules[module], keras_hub.BALANCE)
-
-
 @functools.cache
 def _wrap_balance(module: ModuleType) -> None:
     @wrap(module, keras_hub.BALANCE, listed="*_load_balancing_loss")
@@ -161,7 +156,7 @@ class _Attention:
     def _attend(self, query: tf.Tensor, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         count = self._rank.group.count
         shard = DrawShard(-2, self._rank.at, count)  # of scores [batch, ..., queries, keys]
-        with ranks.alone(), rng.sharding(shard):
+        with ranks.alone(), hub_attention.whole(), rng.sharding(shard):
             return self._run(query, tf.concat(parts[:count], 1), tf.concat(parts[count:], 1))
 
     def _gradient(self, query, parts, upstream, variables, seeds) -> object:

@@ -68,6 +68,27 @@ def split(block: Block, placements: Sequence[device_placement.DevicePlacement], 
     override(block.layer, "call", call, by=__name__)
 
 
+@contextlib.contextmanager
+def directly(layer: keras.layers.Layer, dropout: keras.layers.Layer | None) -> Iterator[Mapping[str, object]]:
+    """In the block, sublayers of a layer whose `call` runs compute what they are called with.
+
+    Args:
+        layer: it may be split over devices, or not.
+        dropout: the sublayer whose part of a draw is drawn.
+
+    Yields:
+        The attributes that the layer has on a device, for `attributes`.
+    """
+    now = _now.get()
+    if now is None:
+        yield {}
+        return
+    block = now.run.block
+    style = next((style for style, sublayer in block.sublayers() if sublayer is dropout), None)
+    with now.draws(style), _now.set_to(None):
+        yield dict(block.counts) if block.layer is layer else {}
+
+
 def _intercept(block: Block, style, sublayer: keras.layers.Layer) -> None:
     """Makes a sublayer ask the pass of its block what to compute."""
     stock = sublayer.call
@@ -130,7 +151,7 @@ class _Run:
         changed = dict(self.block.counts) | ({"add_loss": lambda loss: None} if at else {})
         with contextlib.ExitStack() as outer:
             outer.enter_context(device_placement.scope(self.placements[at]))
-            outer.enter_context(_attributes(self.block.layer, changed))
+            outer.enter_context(attributes(self.block.layer, changed))
             now = _Pass(self, at)
             outer.enter_context(_now.set_to(now))
             outer.callback(now.close_region)
@@ -235,7 +256,7 @@ class _Pass:
                     entry.whole = self._compiled(layer, stock, args, kwargs, 0)
             return entry.whole
         if self._at not in entry.parts:
-            with self._draws(style):
+            with self.draws(style):
                 entry.parts[self._at] = self._compiled(layer, stock, args, kwargs, self._at)
         return entry.parts[self._at]
 
@@ -302,7 +323,7 @@ class _Pass:
         with _now.set_to(None), local_shards.computing_whole(), first:
             yield
 
-    def _draws(self, style: str | int | tuple[int, int] | None) -> contextlib.AbstractContextManager:
+    def draws(self, style: str | int | tuple[int, int] | None) -> contextlib.AbstractContextManager:
         """In the block, draws are this device's part along the axis that a plan gives a Dropout."""
         if style is None or isinstance(style, str):
             return contextlib.nullcontext()
@@ -311,7 +332,7 @@ class _Pass:
 
 
 @contextlib.contextmanager
-def _attributes(layer: keras.layers.Layer, values: Mapping[str, object]) -> Iterator[None]:
+def attributes(layer: keras.layers.Layer, values: Mapping[str, object]) -> Iterator[None]:
     """In the block, the layer has other attributes."""
     before = {name: vars(layer)[name] for name in values if name in vars(layer)}
     for name, value in values.items():
