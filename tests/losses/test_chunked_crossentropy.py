@@ -129,11 +129,11 @@ def test_smoothed_and_ignored_labels():
     check_equal([loss(target, model(given["x"]))], [expected[0]])  # eager: from the logits
 
 
-def peak_numbers(loss, tokens, vocabulary=4096):
-    """The largest tensor of a step's graph that is not pruned, in numbers a token."""
+def numbers_in_step(loss, tokens, vocabulary=4096, frozen=False):
+    """The sizes of all tensors of a step's graph that are not pruned."""
     inputs = keras.Input((tokens,), dtype="int32")
-    table = keras.layers.ReversibleEmbedding(vocabulary, 4)
-    model = keras.Model(inputs, table(table(inputs), reverse=True))
+    table = keras.layers.ReversibleEmbedding(vocabulary, 4, trainable=not frozen)
+    model = keras.Model(inputs, table(keras.layers.Dense(4)(table(inputs)), reverse=True))
 
     @tf.function
     def step(x):
@@ -148,13 +148,32 @@ def peak_numbers(loss, tokens, vocabulary=4096):
         if operation not in needed:
             needed.add(operation)
             wait += [tensor.op for tensor in operation.inputs] + list(operation.control_inputs)
-    sizes = [out.shape.num_elements() or 0 for operation in needed for out in operation.outputs]
-    return max(size for size in sizes if size != 4 * vocabulary) / tokens
+    return [out.shape.num_elements() or 0 for operation in needed for out in operation.outputs]
+
+
+def peak_numbers(loss, tokens, vocabulary=4096):
+    """The largest tensor of a step but for the weights, in numbers a token."""
+    return max(size for size in numbers_in_step(loss, tokens, vocabulary) if size != 4 * vocabulary) / tokens
 
 
 def test_the_graph_of_a_step_has_no_tensor_of_all_logits():
     assert peak_numbers(STOCK(from_logits=True), 64) >= 2 * 4096
     assert peak_numbers(ChunkedCrossentropy(8), 64) < 4096 / 8
+
+
+def test_a_frozen_table_has_no_gradient_to_add_up():
+    sizes = [numbers_in_step(ChunkedCrossentropy(8), 64, frozen=frozen).count(4 * 4096) for frozen in (False, True)]
+    assert sizes[0] > sizes[1] > 0
+    inputs = keras.Input((LENGTH, WIDTH))
+    head = keras.layers.Dense(TOKENS, trainable=False)
+    model = keras.Model(inputs, head(keras.layers.Dense(WIDTH)(inputs)))
+    x, found, start = np.random.default_rng(0).normal(size=(4, LENGTH, WIDTH)), [], model.get_weights()
+    for loss in (ChunkedCrossentropy(5), STOCK(from_logits=True)):
+        model.set_weights(start)
+        model.compile(keras.optimizers.SGD(0.5), loss)
+        model.fit(x, data()["y"][:4], verbose=0)
+        found.append(model.get_weights())
+    check_equal(*found)
 
 
 def test_what_is_no_head_is_named():

@@ -38,13 +38,13 @@ class Head:
         """The number of logits in a row."""
         return self.layer.units if isinstance(self.layer, keras.layers.Dense) else self.layer.input_dim
 
-    def weights(self) -> list[tf.Tensor]:
-        """The values that `logits` takes, as they are stored."""
+    def weights(self) -> list[tuple[tf.Tensor, bool]]:
+        """The values that `logits` takes, as they are stored, and whether each is trained."""
         if isinstance(self.layer, keras.layers.Dense):
             found = [self.layer.kernel, self.layer.bias]
         else:
             found = [self.layer.embeddings if self.layer.tie_weights else self.layer.reverse_embeddings]
-        return [tf.convert_to_tensor(each) for each in found if each is not None]
+        return [(tf.convert_to_tensor(each), getattr(each, "trainable", True)) for each in found if each is not None]
 
     def logits(self, rows: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> tf.Tensor:
         """The logits of some rows, as the layer computes them.
@@ -80,15 +80,15 @@ def install() -> None:
         @wrap(f"keras.layers.{name}.__call__")
         def call(stock, self, *args, **kwargs):
             output = stock(self, *args, **kwargs)
-            if args and _makes_logits(self, args, kwargs) and tf.is_tensor(args[0]) and hasattr(output, "graph"):
+            if args and makes_logits(self, args, kwargs) and tf.is_tensor(args[0]) and hasattr(output, "graph"):
                 slots.of(output).logits_head = Head(self, args[0])
             return output
 
 
-def _makes_logits(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> bool:
+def makes_logits(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> bool:
     """Whether a layer's call multiplies by weights that are whole, and does nothing that mixes logits."""
-    kind = next(cls for cls in LAYERS if isinstance(layer, cls))
-    if type(layer).call is not kind.call or getattr(layer, "quantization_mode", None):
+    kind = next((cls for cls in LAYERS if isinstance(layer, cls)), None)
+    if kind is None or type(layer).call is not kind.call or getattr(layer, "quantization_mode", None):
         return False
     if kind is keras.layers.Dense:
         is_linear = layer.activation in (None, keras.activations.linear)

@@ -9,6 +9,7 @@ rows); E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
 again in the backward pass).
 """
 
+import itertools
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -56,16 +57,15 @@ def compute(
     """
     shape, width = tf.shape(target), head.inputs.shape[-1]
     flat = tf.reshape(head.inputs, [-1, width])
-    given = [flat, *head.weights()]
-    run = _Chunks(
-        head, tf.reshape(target, [-1]), flat, dtype, smoothing, size or max(LEAST_ROWS, NUMBERS // head.vocabulary)
-    )
+    weights, are_trained = zip(*head.weights(), strict=True)
+    size = size or max(LEAST_ROWS, NUMBERS // head.vocabulary)
+    run = _Chunks(head, tf.reshape(target, [-1]), flat, dtype, smoothing, size, are_trained)
 
     @tf.custom_gradient
     def whole(*given):
         return run.forward(*given), lambda losses, best: run.backward(given, losses)
 
-    losses, best = (tf.reshape(each, shape) for each in whole(*given))
+    losses, best = (tf.reshape(each, shape) for each in whole(flat, *weights))
     for each in (losses, best):
         each.set_shape(target.shape)
     return RowLosses(target, smoothing, losses, best)
@@ -74,8 +74,8 @@ def compute(
 class _Chunks:
     """One pass over all rows."""
 
-    def __init__(self, head: Head, target: tf.Tensor, rows: tf.Tensor, dtype, smoothing: float, size: int):
-        self._head, self._dtype, self._smoothing = head, dtype, smoothing
+    def __init__(self, head: Head, target: tf.Tensor, rows: tf.Tensor, dtype, smoothing: float, size: int, are_trained):
+        self._head, self._dtype, self._smoothing, self._are_trained = head, dtype, smoothing, are_trained
         length = rows.shape[0] if rows.shape[0] is not None else target.shape[0]
         self._size = min(size, length) if length else size
         self._length = tf.shape(rows)[0] if length is None else length
@@ -96,25 +96,28 @@ class _Chunks:
         _, *arrays = self._loop(step, (0, *arrays))
         return tuple(tf.reshape(array.stack(), [-1])[: self._length] for array in arrays)
 
-    def backward(self, given: tuple[tf.Tensor, ...], upstream: tf.Tensor) -> list[tf.Tensor]:
-        """The gradients of the rows and of the weights."""
+    def backward(self, given: tuple[tf.Tensor, ...], upstream: tf.Tensor) -> list[tf.Tensor | None]:
+        """The gradients of the rows and of the weights; None for frozen weights."""
         rows, weights = self._padded(given[0]), [self._head.cast(each) for each in given[1:]]
         upstream, width = self._padded(upstream), given[0].shape[-1]
         array = tf.TensorArray(rows.dtype, self._count, element_shape=[self._size, width])
-        sums = [tf.zeros(tf.shape(each), each.dtype if each.dtype.size >= 4 else tf.float32) for each in given[1:]]
+        trained = list(itertools.compress(weights, self._are_trained))
+        stored = list(itertools.compress(given[1:], self._are_trained))
+        sums = [tf.zeros(tf.shape(each), each.dtype if each.dtype.size >= 4 else tf.float32) for each in stored]
 
         def step(at, array, sums):
             chunk = self._chunk(rows, at)
             with tf.GradientTape() as tape:
-                tape.watch([chunk, *weights])
+                tape.watch([chunk, *trained])
                 losses = self._losses(self._logits(chunk, weights), self._chunk(self._target, at))
-            of_rows, *of_weights = tape.gradient(losses, [chunk, *weights], self._chunk(upstream, at))
+            of_rows, *of_weights = tape.gradient(losses, [chunk, *trained], self._chunk(upstream, at))
             added = [total + tf.cast(each, total.dtype) for total, each in zip(sums, of_weights, strict=True)]
             return at + 1, array.write(at, of_rows), added
 
         _, array, sums = self._loop(step, (0, array, sums))
         of_rows = tf.reshape(array.stack(), [-1, width])[: self._length]
-        return [of_rows, *(tf.cast(total, each.dtype) for total, each in zip(sums, given[1:], strict=True))]
+        of_trained = iter([tf.cast(total, each.dtype) for total, each in zip(sums, stored, strict=True)])
+        return [of_rows, *(next(of_trained) if is_trained else None for is_trained in self._are_trained)]
 
     def _logits(self, rows: tf.Tensor, weights: list[tf.Tensor]) -> tf.Tensor:
         return tf.cast(self._head.logits(self._head.cast(rows), *weights), self._dtype)
