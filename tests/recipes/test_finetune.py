@@ -11,8 +11,11 @@ import pytest
 import yaml
 
 import tfgpu
+from tfgpu.attention import blockwise
 from tfgpu.errors import InputError
-from tfgpu.finetuning import presets
+from tfgpu.finetuning import layouts, presets
+from tfgpu.losses import row_chunks
+from tfgpu.losses.chunked_crossentropy import ChunkedCrossentropy
 from tfgpu.recipes import finetune, ready, recipe, runner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "finetuning"))
@@ -81,6 +84,61 @@ def test_each_layout_learns_what_one_device_learns(name, lora, one, folder, tmp_
     there, here = (weights(run.run_directory / "preset") for run in (found, expected))
     for one_weight, other in zip(here, there, strict=True):
         np.testing.assert_allclose(other, one_weight, atol=2e-4)
+
+
+CHUNKED = [("one", None), ("mirrored", None), ("zero1", 2), ("zero3", None), ("zero3", 2), ("recompute", 2)]
+
+
+@needs_hub
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "lora"), CHUNKED)
+def test_a_loss_by_chunks_learns_what_all_logits_teach(name, lora, one, folder, tmp_path, monkeypatch):
+    passes, stock = [], row_chunks.compute
+    monkeypatch.setattr(row_chunks, "compute", lambda *args, **more: passes.append(more) or stock(*args, **more))
+    expected, layout = one[lora], LAYOUTS.get(name, {"layout": "one", "recompute": name == "recompute"})
+    what = settings(folder, lora=lora, epochs=1, loss_chunk=50, **layout)
+    found = runner.run(what, output=tmp_path / "run")
+    assert len(passes) >= 2 and {each["size"] for each in passes} == {50}
+    for metric in ("loss", "val_loss", "perplexity", "val_perplexity", "accuracy", "val_accuracy"):
+        np.testing.assert_allclose(found.history[0][metric], expected.history[0][metric], rtol=1e-4, err_msg=metric)
+    assert found.facts["pretrained"]["logits"] == "by chunks"
+    there, here = (weights(run.run_directory / "preset") for run in (found, expected))
+    for one_weight, other in zip(here, there, strict=True):
+        np.testing.assert_allclose(other, one_weight, atol=2e-4)
+
+
+@needs_hub
+@pytest.mark.parametrize(
+    ("numbers", "is_chunked"), [(3 * row_chunks.NUMBERS, False), (3 * row_chunks.NUMBERS + 1, True)]
+)
+def test_a_large_vocabulary_is_chunked(numbers, is_chunked, folder):
+    layout = layouts.Layout("one", None, ("CPU:0",))
+    loss = finetune._loss(settings(folder), layout, numbers, True)
+    assert isinstance(loss, ChunkedCrossentropy) == is_chunked
+    assert not isinstance(finetune._loss(settings(folder), layout, numbers, False), ChunkedCrossentropy)
+
+
+@needs_hub
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "tensor"])
+def test_a_chunk_that_a_layout_cannot_have_is_named(name, folder):
+    what = settings(folder, loss_chunk=50, **LAYOUTS[name])
+    with pytest.raises(InputError, match=f"loss_chunk=50, layout={name}"):
+        finetune.build(what, tfgpu.Cluster.from_environment())
+
+
+@needs_hub
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_flash_attention_learns_the_same(name, one, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    expected = one[2]
+    found = runner.run(
+        settings(folder, lora=2, epochs=1, flash_attention=True, **LAYOUTS[name]), output=tmp_path / "run"
+    )
+    for metric in ("loss", "val_loss", "perplexity"):
+        np.testing.assert_allclose(found.history[0][metric], expected.history[0][metric], rtol=1e-4, err_msg=metric)
 
 
 def weights(preset):

@@ -1,6 +1,7 @@
 """From a recipe to the parts of a run: strategy, data, model and callbacks, checked before any file is written."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,17 @@ class Job:
     finetuned: Any = None  # of a pretrained model: what its run needs besides (`finetune.Finetuned`)
 
 
-def prepare(what: Recipe) -> precision.Precision:
-    """Configures devices and seeds, and sets the precision; returns a context manager that restores the precision."""
+@contextlib.contextmanager
+def prepare(what: Recipe) -> Iterator[None]:
+    """Configures devices and seeds; inside the block, precision and attention are as the recipe says."""
     if what.virtual_devices and what.virtual_devices != len(environment.devices("CPU")):
         environment.set_logical_devices(what.virtual_devices)
     environment.set_seed(what.seed, deterministic=what.deterministic)
-    return precision.use(what.precision)
+    with precision.use(what.precision), contextlib.ExitStack() as held:
+        if what.flash_attention:
+            keras.config.enable_flash_attention()
+            held.callback(keras.config.disable_flash_attention)
+        yield
 
 
 def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:

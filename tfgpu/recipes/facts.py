@@ -15,7 +15,7 @@ from tfgpu import environment, strategies
 from tfgpu.callbacks.memory import is_peak
 from tfgpu.callbacks.progress import line
 from tfgpu.data import Info
-from tfgpu.recipes import wording
+from tfgpu.recipes import pretrained, wording
 from tfgpu.recipes.directory import git_commit
 from tfgpu.recipes.monitored import Monitored
 from tfgpu.recipes.recipe import Recipe, shares
@@ -115,7 +115,9 @@ def report(
     """Arranges a finished run's facts for the report."""
     defaults = Recipe().model_dump() | shares(recipe.data)
     settings = {
-        name: f"{_text(value)}{'' if value == defaults[name] else ' *'}" for name, value in recipe.model_dump().items()
+        name: f"{_text(value)}{'' if value == defaults[name] else ' *'}"
+        for name, value in recipe.model_dump().items()
+        if name not in pretrained.foreign(recipe)
     }
     return Report(
         title=title(recipe),
@@ -168,6 +170,7 @@ def _pretrained(facts: Mapping[str, Any]) -> dict[str, Any]:
         "trained parameters": f"{own['trainable_parameters']:,} of {facts['parameters']:,}",
         "rows": f"{facts['epoch_examples']:,} of {own['length']:,} tokens, {own['filled']:.1%} filled",
         "sequences": "packed" if own["packed"] else "one a row",
+        "logits": own["logits"],
         "learned tokens an epoch": f"{own['learned_tokens']:,}",
     }
 
@@ -196,9 +199,10 @@ def _cards(
 ) -> list[tuple[str, str, str]]:
     best = best_epoch(rows)
     step_s = statistics.median(row["step_time_s"] for row in rows)
+    epochs = f"{len(rows)} epoch{'' if len(rows) == 1 else 's'}"
     cards = [
         ("parameters", f"{facts['parameters']:,}", ""),
-        ("training time", _seconds(sum(row["epoch_time_s"] for row in rows)), f"{len(rows)} epochs"),
+        ("training time", _seconds(sum(row["epoch_time_s"] for row in rows)), epochs),
         (
             "step time",
             f"{step_s * 1e3:.1f} ms",

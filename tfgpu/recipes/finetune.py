@@ -15,6 +15,9 @@ from tfgpu.cluster import Cluster
 from tfgpu.data.feed import Feed
 from tfgpu.errors import InputError
 from tfgpu.finetuning import batches, conversations, graph, layouts, presets, samples, templates, tokens
+from tfgpu.losses import heads, row_chunks
+from tfgpu.losses.chunked_crossentropy import ChunkedCrossentropy
+from tfgpu.parallel import model_graph
 from tfgpu.parallel.rematerialization import api as rematerialization
 from tfgpu.parallel.zero import sharding
 from tfgpu.recipes import building, compiling, endings
@@ -81,12 +84,15 @@ def build(what: Recipe, cluster: Cluster) -> Job:
             presets.add_lora(task, what.lora)
         names = _names(task, what)
         model = graph.flat(task, names)
+        has_head = _has_head(model)
         trained = sum(math.prod(variable.shape) for variable in task.trainable_variables)  # before they are cut
     tokenizer = presets.tokenizer(task)
     length, limit = _length(what, task)
     template = templates.choose(what.template, preset.folder, tokenizer.has, tokenizer.text_of(tokenizer.start))
     examples = tokens.encode(records, tokenizer, template, path=path, length=length, limit=limit)
     parts = _parts(what, examples, task, path, length, names)
+    rows = -(-what.global_batch // _replicas(layout))
+    loss = _loss(what, layout, rows * length * task.backbone.vocabulary_size, has_head)
     if what.recompute:
         model = rematerialization.recompute(model, "layers")
     model = layout.spread(model, batch=_zeros(model, what.global_batch, length))
@@ -95,11 +101,12 @@ def build(what: Recipe, cluster: Cluster) -> Job:
     compiling.check_monitors(what, heads=ends, has_validation=parts.data.validation is not None)
     schedule = compiling.schedule(what, steps_per_epoch=parts.data.info.steps_per_epoch)
     with layout.compile_scope(model):
-        _compile(model, what, schedule.learning_rate)
+        _compile(model, what, schedule.learning_rate, loss)
     facts = {
         "preset": str(preset.folder),
         "layout": layout.name,
         "length": length,
+        "logits": "by chunks" if isinstance(loss, ChunkedCrossentropy) else "whole",
         "template": template.name,
         "packed": names is not None,
         "filled": round(parts.filled, 4),
@@ -127,7 +134,7 @@ def _layout(what: Recipe, cluster: Cluster) -> layouts.Layout:
 
 
 def _check_batch(what: Recipe, layout: layouts.Layout) -> None:
-    count = len(layout.devices) if layout.name not in ("one", "pipeline", "tensor") else 1
+    count = _replicas(layout)
     if what.global_batch < count:
         raise InputError(
             f"`global_batch` must be at least the number of replicas. Received: global_batch={what.global_batch}, "
@@ -137,6 +144,42 @@ def _check_batch(what: Recipe, layout: layouts.Layout) -> None:
         raise InputError(
             f"The layout {layout.name} decides itself what is recomputed. Received: recompute. Remove --recompute."
         )
+
+
+def _replicas(layout: layouts.Layout) -> int:
+    return 1 if layout.strategy is None else layout.strategy.num_replicas_in_sync
+
+
+def _has_head(model: keras.Model) -> bool:
+    """Whether a model's outputs are logits that can be computed by chunks."""
+    found = next(call for call in model_graph.calls(model) if any(each is model.output for each in call.outputs))
+    given = found.node.arguments
+    return heads.makes_logits(found.operation, given.args, given.kwargs)
+
+
+def _loss(what: Recipe, layout: layouts.Layout, numbers: int, has_head: bool) -> keras.losses.Loss:
+    """The loss over the tokens that are learned: of a chunk's logits at a time where that saves memory.
+
+    Args:
+        what: the recipe.
+        layout: the layout.
+        numbers: of the logits of a device's rows.
+        has_head: whether the model's last layer can compute logits by chunks.
+
+    Raises:
+        InputError: a chunk is given, and the layout or the model has no chunks.
+    """
+    reduction = "mean_with_sample_weight"
+    why = "pipelines and split layers compute" if layout.name in ("pipeline", "tensor") else ""
+    why = why or ("" if has_head else "the last layer of this model computes")
+    if what.loss_chunk is not None and why:
+        raise InputError(
+            f"`loss_chunk` needs logits of chunks, and {why} all logits. Received: loss_chunk={what.loss_chunk}, "
+            f"layout={layout.name}. Remove --loss-chunk, or use the layout one, mirrored or zero3."
+        )
+    if what.loss_chunk is not None or (not why and numbers > 3 * row_chunks.NUMBERS):
+        return ChunkedCrossentropy(what.loss_chunk, reduction=reduction)
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
 
 def _names(task: keras.Model, what: Recipe) -> tuple[str, ...] | None:
@@ -193,14 +236,14 @@ def _rank(variable: keras.Variable) -> int:
     return len(sharding.full_shape(variable) if sharding.is_fully_sharded(variable) else variable.shape)
 
 
-def _compile(model: keras.Model, what: Recipe, learning_rate: Any) -> None:
-    """Compiles with a loss over the tokens that are learned; all metrics count tokens."""
+def _compile(model: keras.Model, what: Recipe, learning_rate: Any, loss: keras.losses.Loss) -> None:
+    """Compiles; all metrics count tokens."""
     optimizer = compiling.optimizer(what, learning_rate=learning_rate)
     if what.decay == "kernels":
         optimizer.exclude_from_weight_decay([v for v in model.trainable_variables if _rank(v) < 2])
     model.compile(
         optimizer=optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight"),
+        loss=loss,
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy"), Perplexity()],
         jit_compile=what.jit,
     )

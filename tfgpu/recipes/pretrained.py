@@ -45,6 +45,13 @@ class Pretrained(BaseModel):
     packing: bool = setting(
         True, "Pretrained", "Pack several sequences into one row if the model can keep them apart; else pad each."
     )
+    loss_chunk: int | None = setting(
+        None,
+        "Pretrained",
+        "Tokens whose logits are there at a time. Default: all; where all logits of a device take over 192 MiB, as "
+        "many as take 64 MiB.",
+        ge=1,
+    )
     template: str = setting(
         "auto",
         "Pretrained",
@@ -54,6 +61,11 @@ class Pretrained(BaseModel):
     )
     samples: int = setting(3, "Pretrained", "Number of test prompts to complete in the report.", ge=0)
     sample_tokens: int = setting(32, "Pretrained", "Maximum number of tokens in each completion.", ge=1)
+
+
+def foreign(what: Any) -> tuple[str, ...]:
+    """The settings that do not apply to a recipe."""
+    return _OTHERS if what.model == CAUSAL_LM else tuple(Pretrained.model_fields)
 
 
 def check(what: Any, defaults: Mapping[str, Any]) -> None:
@@ -69,8 +81,7 @@ def check(what: Any, defaults: Mapping[str, Any]) -> None:
     is_pretrained = what.model == CAUSAL_LM
     if is_pretrained and what.preset is None:
         raise ValueError("`model: causal_lm` needs `preset`, the folder with the model. Add --preset DIR")
-    foreign = _OTHERS if is_pretrained else Pretrained.model_fields
-    given = next((name for name in foreign if getattr(what, name) != defaults[name]), None)
+    given = next((name for name in foreign(what) if getattr(what, name) != defaults[name]), None)
     if given is None:
         return
     if is_pretrained:

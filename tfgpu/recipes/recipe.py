@@ -179,6 +179,11 @@ class Recipe(pretrained.Pretrained):
         "Hardware",
         "Recompute each block's activations in the backward pass: less memory, more time, the same result.",
     )
+    flash_attention: bool = _field(
+        False,
+        "Hardware",
+        "Compute attention by blocks of 256 queries: memory grows with the length of a sequence, not its square.",
+    )
 
     epochs: int = _field(20, "Training", "Number of passes over the training examples.", ge=1)
     global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", flag="--batch", ge=1)
