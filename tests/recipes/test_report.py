@@ -109,6 +109,8 @@ def test_texts_are_escaped():
 
 def test_a_run_of_one_epoch_without_validation():
     assert page(rows=[{"loss": 1.0}]).count("<svg") == 1
+    text = "".join(Tags(page(rows=[{"accuracy": 0.0, "loss": 1.0}])).text)
+    assert "0.98" not in text and "−" not in text  # neither parts of an epoch, nor below 0 %
 
 
 def test_best_epoch():

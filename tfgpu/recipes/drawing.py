@@ -114,8 +114,13 @@ def chart(
     watched = columns.get(names[-1]) if best and len(names) > 1 else None
     if watched and best in watched:
         axes.plot([best], [watched[best]], "o", color=SECOND, markersize=5.5, zorder=5)
+    values = [value for points in columns.values() for value in points.values()]
     if from_zero:
-        axes.set_ylim(0, 1.08 * max(max(points.values()) for points in columns.values()) or 1.0)
+        axes.set_ylim(0, 1.08 * max(values) or 1.0)
+    elif min(values) >= 0:
+        axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
+    if len(rows) == 1:
+        axes.set_xlim(0.5, 1.5)
     style(axes, ticks)
     return {
         "title": title,
