@@ -50,27 +50,35 @@ def build_symbolically(model: keras.Model, batch: object) -> None:
     model._symbolic_build(data_batch=batch)
 
 
-def build_on_ragged(model: keras.Model, batch: object) -> None:
-    """Creates a model's variables from ragged rows, of which Keras's own build makes dense ones.
+def build_on_specs(model: keras.Model, batch: object) -> None:
+    """Creates a model's variables from ragged or sparse rows, of which Keras's own build makes dense ones.
 
     Args:
-        batch: tensors or specs, some of them ragged, in the structure that `fit` passes to `train_step`.
+        batch: tensors or specs, in the structure that `fit` passes to `train_step`.
     """
     specs = tf.nest.map_structure(
         lambda v: v if v is None or isinstance(v, tf.TypeSpec) else tf.type_spec_from_value(v), batch
     )
-    function = tf.function(lambda rows: model(rows, training=False))
-    found = function.get_concrete_function(keras.utils.unpack_x_y_sample_weight(specs)[0]).structured_outputs
     x, y, weights = keras.utils.unpack_x_y_sample_weight(_symbolic(specs))
+    if any(isinstance(each, tf.RaggedTensorSpec) for each in tf.nest.flatten(specs)):
+        function = tf.function(lambda rows: model(rows, training=False))
+        with keras.StatelessScope():  # makes variables after the function
+            found = function.get_concrete_function(keras.utils.unpack_x_y_sample_weight(specs)[0]).structured_outputs
+    else:
+        found = compute_output_spec(model, x, training=False)
     for part, compute in ((model._compile_metrics, model.compute_metrics), (model._compile_loss, model._compute_loss)):
         if part is not None and not part.built:
             compute_output_spec(compute, x, y, _symbolic(found), sample_weight=weights)
 
 
 def _symbolic(structure: object) -> object:
-    return tf.nest.map_structure(
-        lambda v: None if v is None else keras.KerasTensor(v.shape, keras.backend.standardize_dtype(v.dtype)), structure
-    )
+    def symbolic(value):
+        if value is None:
+            return None
+        is_sparse = isinstance(value, (tf.SparseTensor, tf.SparseTensorSpec))
+        return keras.KerasTensor(value.shape, keras.backend.standardize_dtype(value.dtype), sparse=is_sparse)
+
+    return tf.nest.map_structure(symbolic, structure)
 
 
 @contextmanager

@@ -83,8 +83,8 @@ def build_from_spec() -> None:
             data_batch = _batch_of(iterator)
         try:
             with _scope_of(self), _optimizer_built_by_step(self), _chosen_by_step(self), _uncounted(self):
-                if training.strategy_of(self) is not None and _has_ragged(data_batch):
-                    training.build_on_ragged(self, data_batch)
+                if training.strategy_of(self) is not None and not _is_dense(data_batch):
+                    training.build_on_specs(self, data_batch)
                 return stock(self, None, data_batch)
         except Exception as error:  # a user's model may raise anything
             is_keras_s = type(self).train_step is TensorFlowTrainer.train_step and not self.run_eagerly
@@ -176,8 +176,9 @@ def _batch_of(iterator):
     return tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, batch_sharding.ReplicaBatch) else spec)
 
 
-def _has_ragged(batch) -> bool:
-    return any(isinstance(each, (tf.RaggedTensor, tf.RaggedTensorSpec)) for each in tf.nest.flatten(batch))
+def _is_dense(batch) -> bool:
+    others = tf.RaggedTensor, tf.RaggedTensorSpec, tf.SparseTensor, tf.SparseTensorSpec
+    return not any(isinstance(each, others) for each in tf.nest.flatten(batch))
 
 
 def _scope_of(model):
