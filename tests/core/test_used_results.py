@@ -43,6 +43,13 @@ class UpdatedFirst(Scaled):
         return loss / (1.0 + self.running.result())
 
 
+class Direct(Scaled):
+    def loss_of(self, loss, x):
+        found = loss / (1.0 + self.running.total)
+        self.running.update_state(loss)
+        return found
+
+
 @tfgpu.on_all_rows
 class OnAllRows(Scaled):
     pass
@@ -68,3 +75,10 @@ def test_results_that_a_loss_uses(kind):
     """The last batch has two rows for three replicas."""
     for one, other in zip(trained(kind, 0), trained(kind, 3), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [(Scaled, False), (Direct, True)])
+def test_a_step_that_reads_a_metrics_variables_itself_is_named(kind, is_named, caplog):
+    trained(kind, 2)
+    named = "reads variables of metrics (running/total)" in caplog.text
+    assert named == is_named, caplog.text

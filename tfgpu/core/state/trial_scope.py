@@ -1,5 +1,6 @@
 """Keeps what a tried step assigns, in place of its variables, and tells what it has made and assigned."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tfgpu.core.state import layer_state
 
 _LATER, BETWEEN = 97, 0.7
 """What is added to counters, and what numbers are that are 0 or 1, as after many steps."""
+_OF_METRICS = {"update_state", "result", "reset_state", "__init__", "build", "_build"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,14 @@ class Apart(StatelessScope):
 
     Attributes:
         made: Keras variables that the step has made.
+        own_reads: paths of metrics' variables that were read by code of no metric: each replica has values of its own.
     """
 
     def __init__(self, plain: Sequence[tf.Variable] = (), *, is_later: bool = False):
         super().__init__(collect_losses=True)
         self._is_later = is_later
         self.made: list[keras.Variable] = []
+        self.own_reads: set[str] = set()
         self._variables: dict = {}
         self._begun: dict = {}
         self._held: dict[int, list[tf.Variable]] = {}
@@ -92,6 +96,8 @@ class Apart(StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> object | None:
         """The value that the step would see, also where nothing was assigned: Keras gives it to regularizers."""
         found = super().get_current_value(variable)
+        if variable.synchronization == "on_read" and not _is_in_metric():
+            self.own_reads.add(variable.path)
         if found is None and self._is_later and is_counter(variable):
             self.begin_with(variable, self._as_variable(later(variables.held(variable))))
             return super().get_current_value(variable)
@@ -149,6 +155,16 @@ class Apart(StatelessScope):
     def with_one_copy(self) -> list[int]:
         """TensorFlow's own variables that the step has not made, and of which there is one copy, by `id`."""
         return [id(each) for each, _ in self._plain if not isinstance(each, tf.distribute.DistributedValues)]
+
+
+def _is_in_metric() -> bool:
+    """Whether a method that a metric has by Keras's interface is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _OF_METRICS and isinstance(frame.f_locals.get("self"), keras.Metric):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_counter(variable: keras.Variable) -> bool:

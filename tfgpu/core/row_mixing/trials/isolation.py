@@ -139,6 +139,7 @@ class Sandbox:
         try:
             with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_assignments() as noted:
                 yield scope
+            found.own_reads = {*scope.own_reads}
             found.assigned, found.has_made = scope.assigned(noted), bool(scope.made_variables())
             found.changes = self._kept.changes()
             found.generators = self._kept.draws(found.changes)

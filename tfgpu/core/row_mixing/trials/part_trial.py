@@ -45,6 +45,7 @@ class Tried:
         generators, counts: those of them that hold a generator of random numbers; a number, a text or a container.
         makes: it makes variables in its first call.
         uses_results: it reads results of metrics that it does not return.
+        own_reads: paths of metrics' variables that it reads itself.
         scalar_ways: by metric, how it counts one number (`scalar_updates`), in a function that `strategy.run` runs.
     """
 
@@ -58,6 +59,7 @@ class Tried:
     counts: list[str] = dataclasses.field(default_factory=list)
     makes: bool = False
     uses_results: bool = False
+    own_reads: list[str] = dataclasses.field(default_factory=list)
     scalar_ways: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -85,6 +87,7 @@ class Trial:
         self._owners: dict = {}
         self._draws, self._bytes_a_row, self._have_rows, self._has_shares = 0, 0, [], False
         self._changes: list[str] = []
+        self._own_reads: set[str] = set()
         self._generators: list[str] = []
         self._counts: list[str] = []
         self._makes = self._uses_results = False
@@ -102,7 +105,7 @@ class Trial:
         """
         differs, shown = isolation.run(self._found), (self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
         python = self._changes, self._generators, self._counts
-        return Tried(differs, *shown, *python, self._makes, self._uses_results)
+        return Tried(differs, *shown, *python, self._makes, self._uses_results, sorted(self._own_reads))
 
     def _found(self) -> str | None:
         self._sandbox = isolation.Sandbox(*self._things)
@@ -178,6 +181,7 @@ class Trial:
             self._calls -= 1
         self._makes |= whole.has_made
         self._uses_results |= whole.uses_results
+        self._own_reads |= whole.own_reads
         if whole.has_made and self._calls == 1:
             self._calls = 2  # TensorFlow traces it twice then, and the second trace is the one that stays
             whole = self._recorded(batch, 0, total)

@@ -59,6 +59,7 @@ class Recorder:
         meetings: where the replicas of such a function would meet.
         of_optimizers: the `id`s of variables of the optimizers that were called, such as the learning rate.
         uses_results: it has read results of metrics that it does not return.
+        own_reads: as of `Apart`.
         scale: makes larger or smaller gradients of those that a tape takes, before the step sees them.
     """
 
@@ -79,6 +80,7 @@ class Recorder:
     derives_tensors: bool = False
     draws: int = 0
     uses_results: bool = False
+    own_reads: set[str] = field(default_factory=set)
     is_split: bool = False
     bytes_a_row: int = 0
     has_shares: bool = False

@@ -137,6 +137,13 @@ class _Question:
             return self._meets()
         self._keep_python(tried, python)
         self._log_reader.sums_results = tried.uses_results
+        if tried.own_reads:
+            _log.warning(
+                "%s reads variables of metrics (%s). Each replica has counted its own rows in them. Use the metric's "
+                "`result()`, which is of all replicas.",
+                self._name,
+                ", ".join(tried.own_reads),
+            )
         if tried.draws:
             _log.warning(
                 "%s draws random numbers by tf.random, so the replicas do not draw one device's numbers. Use "
