@@ -81,7 +81,7 @@ def test_bad_input(missing, tmp_path):
         build_kernel([__file__])
     with pytest.raises(InputError, match="C\\+\\+ file"):
         build_kernel([CU])
-    with pytest.raises(InputError, match="cuda=True"):
+    with pytest.raises(InputError, match="`cuda` needs a source"):
         build_kernel([CC], cuda=True)
 
 

@@ -293,7 +293,7 @@ def test_impossible_layouts_and_sizes_are_refused():
         Transformer(layers=2, hidden=66, heads=8, sequence=8, vocabulary=8)
     with pytest.raises(InputError, match="`layers` must be"):
         Transformer(layers=0, hidden=8, heads=8, sequence=8, vocabulary=8)
-    with pytest.raises(InputError, match="`zero` is 0"):
+    with pytest.raises(InputError, match="`zero` must be 0, 1, 2 or 3"):
         Layout(zero=4)
     with pytest.raises(InputError, match="`data` must be"):
         Layout(data=1.5)

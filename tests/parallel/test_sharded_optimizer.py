@@ -430,7 +430,7 @@ def test_what_cannot_be_sharded_is_refused():
     model = made(replicas=2, how={"stage": 1})
     with pytest.raises(tfgpu.InputError, match="is already sharded"):
         shard(model)
-    with pytest.raises(tfgpu.InputError, match="`stage` is 1"):
+    with pytest.raises(tfgpu.InputError, match="`stage` must be 1"):
         shard(model, stage=4)
     model = made(replicas=2)
     fit(model, epochs=1)

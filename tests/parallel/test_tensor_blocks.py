@@ -247,12 +247,12 @@ def split(layer, styles=PAIR):
         (lambda: split(Pair(between=Seen(name="seen"))), "'seen' keeps a state"),
         (lambda: split(Pair(width=3)), "up: it has 3 outputs, which do not divide into 2 shards"),
         (lambda: split(Counts(), {**PAIR, "heads": "heads", "up": "key_value"}), "needs a 'column' and a 'row'"),
-        (lambda: split(Counts(), {**PAIR, "head": "heads"}), "gives 'head' the style 'heads', and 'counts.*' has None"),
+        (lambda: split(Counts(), {**PAIR, "head": "heads"}), "gives 'head' the style 'heads', but 'counts.*' has None"),
         (lambda: register_plan(Pair, {"up": "columns"}), "column"),
         (lambda: register_plan(Pair, {}), "a mapping of attributes to styles"),
         (lambda: register_plan(Pair(), PAIR), "for a subclass of keras.layers.Layer"),
         (lambda: register_plan(Pair, {**PAIR, "call": "sum"}), "has 'call', for weights of its own"),
-        (lambda: plan_for(Pair()), "that is type.layer."),
+        (lambda: plan_for(Pair()), r"pass type\(layer\)"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_an_error(call, words):

@@ -96,7 +96,7 @@ SPREAD = {
 LAYOUTS = [
     *((family, "replicas") for family in ("gemma", "gemma2", "gpt2", "gpt_oss", "mixtral", "qwen_moe", "qwen3")),
     *((family, "zero3") for family in ("gemma", "gpt_oss", "gpt_neo_x", "llama3", "qwen, window")),
-    *((family, "tensor") for family in ("gemma", "gemma, one key head", "gpt2", "llama", "mistral", "qwen3")),
+    *((family, "tensor") for family in ("gemma", "gemma, one key head", "llama", "mistral", "qwen3")),
     *((family, "data x tensor") for family in ("gemma", "llama3")),
 ]
 
@@ -116,9 +116,31 @@ def test_along_a_sequence_parts_stay_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt_oss"])
-def test_lora_recomputation_and_xla(family, blocks):
+def test_lora_and_recomputation(family, blocks):
     expected = trained(family, flash=family != "llama", kind="LoRA")
     check(expected, trained(family, lambda model: tfgpu.parallel.recompute(model, "layers"), kind="LoRA"))
+    assert blocks
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
+def test_stages_learn_what_one_device_learns(family, blocks):
+    expected = trained(family)
+    count = len(blocks)
+    whole, data = families.made(family, "full")
+    batch = keras.tree.map_structure(lambda part: part[: families.BATCH], data[0])
+    pipeline = Mesh(pipeline=2, devices=["CPU:0", "CPU:1"])
+    model = apply(graph.flat(whole, None), pipeline, microbatches=2, batch=batch)
+    check(expected, (whole, families.trained(model, data, "full")))
+    assert len(blocks) > count
+
+
+@pytest.mark.parametrize("family", ["gemma2, no dropout", "llama", "qwen, window"])
+def test_xla_compiles_it(family, blocks, monkeypatch):
+    stock = keras.Model.compile
+    monkeypatch.setattr(keras.Model, "compile", lambda *args, **more: stock(*args, **{**more, "jit_compile": True}))
+    expected = trained(family, flash=False)
+    assert not blocks
+    check(expected, trained(family))
     assert blocks
 
 

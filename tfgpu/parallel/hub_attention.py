@@ -25,6 +25,8 @@ from tfgpu.parallel.tensor import block_run, local_shards
 
 _log = logging.getLogger(__name__)
 _is_off = step_context.Slot("hub_attention.is_off")
+_begin = step_context.Slot("hub_attention.begin")
+"""Of a block, for a window: code of KerasHub's asks `if cache_update_index`, which a tensor does not answer."""
 
 
 @functools.cache
@@ -172,7 +174,8 @@ def _wrap_window(owner: type, name: str) -> None:
         length = tf.shape(attention_mask)[1]
         if not _works_by_blocks(self, None):
             return stock(self, attention_mask, cache_update_index)
-        rows = tf.cast(cache_update_index + tf.range(length), tf.int64)[:, None]
+        begin = 0 if _begin.get() is None else _begin.get()
+        rows = tf.cast(cache_update_index + begin + tf.range(length), tf.int64)[:, None]
         columns = tf.cast(tf.range(tf.shape(attention_mask)[2]), tf.int64)
         return tf.logical_and(tf.cast(attention_mask, tf.bool), tf.abs(rows - columns) < self.sliding_window_size)
 
@@ -182,6 +185,8 @@ def _wrap_attention(owner: type, name: str) -> None:
     takes = inspect.signature(getattr(owner, name))
     query, key, value, mask = list(takes.parameters)[1:5]
     start = next((each for each in ("cache_update_index", "start_index") if each in takes.parameters), None)
+    if keras_hub.window_method(owner) is not None:  # it alone needs to know
+        start = None
 
     @wrap(owner, name, listed="*_attention")
     def attention(stock, *args, **kwargs):
@@ -198,7 +203,8 @@ def _wrap_attention(owner: type, name: str) -> None:
             changed = dict(zip((query, key, value), parts, strict=True)) | {mask: rows(begin, count)}
             if start:
                 changed[start] = begin if first is None else first + begin
-            return stock(**(given | changed))
+            with _begin.set_to(begin):
+                return stock(**(given | changed))
 
         dropout = keras_hub.score_dropout(layer)
         inputs = [given[query], given[key], given[value], *map(tf.convert_to_tensor, _weights(layer))]

@@ -16,7 +16,7 @@ from tfgpu.core.state import layer_state
 
 _LATER, BETWEEN = 97, 0.7
 """What is added to counters, and what numbers are that are 0 or 1, as after many steps."""
-_OF_METRICS = {"update_state", "result", "reset_state", "__init__", "build", "_build"}
+_OF_METRICS = {"update_state", "result", "reset_state", "__init__", "build"}
 
 
 @dataclass(frozen=True)
