@@ -106,10 +106,8 @@ def _is_bidirectional(layer: keras.layers.Layer) -> bool:
 @functools.cache
 def _wrap_mask(owner: type, name: str) -> None:
     """Notes on a block's mask how its rows are made."""
-    takes = inspect.signature(getattr(owner, name))
-    _, sequence, *others = takes.parameters
-    cache = next(each for each in others if each.endswith("cache"))
-    start = next(each for each in others if each.endswith("cache_update_index"))
+    found = keras_hub.mask_arguments(owner, name)
+    takes, sequence, others, cache, start = found.signature, found.sequence, found.others, found.cache, found.start
     pairs = [each for each in others if each.endswith("attention_mask")]
     known = {cache, start, *pairs, *(each for each in others if each.endswith(("padding_mask", "use_causal_mask")))}
 

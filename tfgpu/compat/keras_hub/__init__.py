@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -160,6 +161,32 @@ def is_mask_asked(kind: type) -> bool:
 def balances(kind: type) -> bool:
     """Whether a class of KerasHub's is in a module that has the loss which balances experts."""
     return _is_hub(kind) and hasattr(sys.modules[kind.__module__], BALANCE)
+
+
+@dataclass(frozen=True)
+class MaskArguments:
+    """The arguments of a method of `mask_methods`.
+
+    Attributes:
+        signature: of the method.
+        sequence: the name of the first argument, whose length the mask has.
+        others: the names of those after it.
+        cache, start: of them, the cache, and the position in it of the first query.
+    """
+
+    signature: inspect.Signature
+    sequence: str
+    others: tuple[str, ...]
+    cache: str
+    start: str
+
+
+def mask_arguments(owner: type, name: str) -> MaskArguments:
+    """What a method of `mask_methods` takes."""
+    signature = inspect.signature(getattr(owner, name))
+    _, sequence, *others = signature.parameters
+    cache, start = (next(each for each in others if each.endswith(end)) for end in ("cache", "cache_update_index"))
+    return MaskArguments(signature, sequence, tuple(others), cache, start)
 
 
 def mask_methods(kind: type) -> list[tuple[type, str]]:

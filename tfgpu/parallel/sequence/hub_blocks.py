@@ -46,10 +46,8 @@ def install(model: keras.Model) -> None:
 
 @functools.cache
 def _wrap_mask(owner: type, name: str) -> None:
-    takes = inspect.signature(getattr(owner, name))
-    _, sequence, *others = takes.parameters
-    cache = next(each for each in others if each.endswith("cache"))
-    start = next(each for each in others if each.endswith("cache_update_index"))
+    found = keras_hub.mask_arguments(owner, name)
+    takes, sequence, others, cache, start = found.signature, found.sequence, found.others, found.cache, found.start
 
     @wrap(owner, name, listed="*_attention_mask")
     def mask(stock, *args, **kwargs):
