@@ -8,6 +8,7 @@ Source: M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2) Memory", 202
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.core import step_context
+from tfgpu.core.randomness import rng
 
 BLOCK = 256
 """Queries in a block."""
@@ -227,6 +229,12 @@ class Loop(abc.ABC):
         return whole[(slice(None),) * axis + (slice(self._length),)]
 
 
+def _of_heads(shard: object) -> object:
+    """What a device draws of scores [batch, heads, queries, keys]; a tensor-parallel one has some of the features."""
+    is_of_features = isinstance(shard, rng.DrawShard) and shard.axis == -1
+    return dataclasses.replace(shard, axis=-3) if is_of_features else shard
+
+
 class Blocks(Loop):
     """One call of `attention`, whose arguments it takes.
 
@@ -267,7 +275,8 @@ class Blocks(Loop):
         chances = tf.cast(chances, key.dtype)
         if self._dropout is not None:
             seed = _Seed(block_seed(self._dropout.seed, at + self._dropout.first_block))
-            chances = keras.random.dropout(chances, self._dropout.rate, seed=seed)
+            with step_context.scope(draw_shard=_of_heads(step_context.current().draw_shard)):
+                chances = keras.random.dropout(chances, self._dropout.rate, seed=seed)
         return tf.einsum("BNTS,BSNH->BTNH", chances, value)
 
     def _allowed(self, at, keys) -> tf.Tensor | None:
