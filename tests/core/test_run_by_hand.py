@@ -393,3 +393,35 @@ def test_an_optimizer_that_changes_gradients_is_not_warned_about(kind, caplog):
     with caplog.at_level(logging.WARNING):
         assert_alike(trained(one_device()), trained(two_devices()))
     assert not [record for record in caplog.records if record.name.startswith("tfgpu") or "AutoGraph" in record.msg]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [keras.layers.GRU, keras.layers.LSTM], ids=["gru", "lstm"])
+def test_a_replica_without_rows_runs_recurrent_layers(kind):
+    """The last batch has fewer rows than there are replicas; TensorFlow builds no such graph for a static 0 rows."""
+    words = np.random.default_rng(2).integers(0, 9, (9, 7))
+
+    def weights_on(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            layers = [keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.Bidirectional(kind(3))]
+            model = keras.Sequential([keras.Input((7,), dtype="int32"), *layers, keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.nn.compute_average_loss((model(x, training=True)[:, 0] - y) ** 2, global_batch_size=8)
+            optimizer.apply_gradients(zip(tape.gradient(loss, model.weights), model.weights, strict=True))
+
+        @tf.function
+        def train(batch):
+            strategy.run(step, args=batch)
+
+        rows = tf.data.Dataset.from_tensor_slices((words, words[:, 0].astype("float32"))).batch(8)
+        for batch in strategy.experimental_distribute_dataset(rows):
+            train(batch)
+        return model.get_weights()
+
+    expected = weights_on(tf.distribute.get_strategy())
+    for found, one in zip(weights_on(tfgpu.strategy(devices=4)), expected, strict=True):
+        np.testing.assert_allclose(found, one, atol=1e-6)

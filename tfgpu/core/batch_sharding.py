@@ -160,6 +160,15 @@ def _with_static_rows(batch: ReplicaBatch) -> tuple[Any, tf.Tensor]:
     return tf.nest.map_structure(_of_unknown_rows, batch.data), batch.local
 
 
+def without_static_zero(value):
+    """The tensor; its number of rows is known only at run time where it has none.
+
+    Keras and TensorFlow build no graph of many layers for a batch of 0 rows (LSTM, a GRU with a mask, a reshape).
+    """
+    is_empty = isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0
+    return _of_unknown_rows(value) if is_empty else value
+
+
 def _of_unknown_rows(value):
     if not isinstance(value, tf.Tensor) or not value.shape.rank or value.shape[0] is None:
         return value

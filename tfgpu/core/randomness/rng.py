@@ -102,6 +102,8 @@ def _wrap_run() -> None:
         def with_rows(*args, **kwargs):
             held = [v for v, is_own in zip(tf.nest.flatten((args, kwargs)), is_distributed, strict=True) if is_own]
             rows = batch_rows.given(batch_sharding.num_rows(held), scalar_ways, are_even=are_even)
+            if not tf.executing_eagerly():
+                args, kwargs = tf.nest.map_structure(batch_sharding.without_static_zero, (args, kwargs))
             with python.on_replica(), rows, trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 
