@@ -35,8 +35,9 @@ OTHERS = {
 FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.core.util", "tensorflow.core.profiler"}
 
 
-# Texts that are private names in the libraries by chance: of events in a trace, of operations, and Python's.
-CHANCE = {"_c", "_p", "_r", "_EagerConst", "_HostRecv", "_HostSend", "_Recv", "_Send", "_abc_impl"}
+# Texts that are private names in the libraries by chance: of events in a trace, of operations, Python's, and a key of
+# Hugging Face's config.json.
+CHANCE = {"_c", "_p", "_r", "_EagerConst", "_HostRecv", "_HostSend", "_Recv", "_Send", "_abc_impl", "_name_or_path"}
 
 # Functions that take an attribute's, or a module's, name as a text.
 BY_TEXT = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "import_module", "__import__"}
