@@ -12,6 +12,10 @@ import tfgpu
 from tfgpu.compat import patch
 
 repairs = tfgpu.repair_keras()
+with tfgpu.strategy().scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+ones = numpy.ones((2, 1), "float32")
 print(
     json.dumps(
         {
@@ -24,6 +28,7 @@ print(
             "repairs": len(repairs),
             "in force": repairs,
             "changed": sorted({found.target for found in patch.installed() if found.source == "changed"}),
+            "evaluate": type(model.evaluate(ones, ones, verbose=0)).__name__,
             "devices": len(tf.config.list_physical_devices("CPU")),
         }
     )

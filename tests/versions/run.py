@@ -24,7 +24,8 @@ CASES = """
     ema-accumulate batchnorm-mask dropout mixup-labels own-state SwapEMAWeights jit BackupAndRestore-within-shuffled
     save-keras
 """.split()
-TOPOLOGY = "mirrored-4"
+RUNS = {"fit": ("mirrored-4", CASES), "sharded": ("mirrored-2", ["weight-regularizer"])}
+"""Which cases are run by which path, and on what."""
 BY_PROCESSOR = {"no-rows"}
 """Repairs of faults that only some processors have."""
 
@@ -39,7 +40,7 @@ def ask(corner: Corner, *command: object, timeout: float) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def attempt(corner: Corner, python: str, cases: list[str]) -> dict:
+def attempt(corner: Corner, python: str, cases: list[str] | None) -> dict:
     """What a corner gives; what fails is under `error`, and what comes after it is missing."""
     found: dict = {}
     try:
@@ -53,20 +54,31 @@ def attempt(corner: Corner, python: str, cases: list[str]) -> dict:
     return found
 
 
-def matrix(corner: Corner, cases: list[str]) -> dict[str, str]:
-    """Case -> `equal`, or what it is instead."""
-    written = corner.folder / "cells.json"
-    written.unlink(missing_ok=True)
-    options = ["--topologies", TOPOLOGY, "--paths", "fit", "--repairs", "tfgpu.repairs", "--json", written]
-    ask(corner, ROOT / "tests/matrix/run.py", *options, "--cases", *cases, timeout=1800)
-    columns = json.loads(written.read_text())["cells"]
-    cells = columns[f"fit tfgpu.repairs {TOPOLOGY}"]
-    return {name: " ".join(filter(None, (cell["status"], cell["message"]))) for name, cell in cells.items()}
+def matrix(corner: Corner, cases: list[str] | None) -> dict[str, str]:
+    """Case -> `equal`, or what it is instead.
+
+    Args:
+        corner: the environment.
+        cases: those to run by `fit`; else all of `RUNS`.
+    """
+    found = {}
+    for path, (topology, those) in ({"fit": (RUNS["fit"][0], cases)} if cases else RUNS).items():
+        written = corner.folder / "cells.json"
+        written.unlink(missing_ok=True)
+        options = ["--topologies", topology, "--paths", path, "--repairs", "tfgpu.repairs", "--json", written]
+        ask(corner, ROOT / "tests/matrix/run.py", *options, "--cases", *those, timeout=1800)
+        cells = json.loads(written.read_text())["cells"][f"{path} tfgpu.repairs {topology}"]
+        for name, cell in cells.items():
+            said = " ".join(filter(None, (cell["status"], cell["message"])))
+            found[name if path == "fit" else f"{name} ({path})"] = said
+    return found
 
 
 def faults(found: dict) -> list[str]:
     """What is wrong with a corner, in sentences."""
     said = [found["error"]] if "error" in found else []
+    if (kind := found.get("evaluate", "float")) != "float":
+        said.append(f"`evaluate` returns {kind} for one number, not float")
     said += [f"{target} has a source that was not tried" for target in found.get("changed", [])]
     said += [f"pip install would change {name}" for name in found.get("pip changes", [])]
     said += [f"the probe {name} gave no answer" for name, there in found.get("probes", {}).items() if there is None]
@@ -125,7 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--share", type=share, default=(1, 1), metavar="K/N", help="every N-th corner, from the K-th on"
     )
-    parser.add_argument("--cases", nargs="*", default=CASES, help="of the matrix")
+    parser.add_argument("--cases", nargs="*", help="of the matrix, by `fit` alone")
     parser.add_argument("--check", action="store_true", help="end with 1 where something is not right")
     parser.add_argument("--write", type=Path, help="the page to write")
     options = parser.parse_args()

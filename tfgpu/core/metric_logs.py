@@ -133,8 +133,12 @@ def read_results_once() -> None:
         for steps in (self.train_function, self.test_function):
             reader = getattr(steps, "log_reader", None)
             if reader is not None and reader.are_results and logs and logs is steps.logs:
-                return logs
+                return {name: _as_number(logs[name]) for name in sorted(logs)}  # as `get_metrics_result` of Keras 3.13
         return stock(self, logs)
+
+
+def _as_number(value: tf.Tensor) -> float | tf.Tensor:
+    return float(value) if value.shape.rank == 0 else value
 
 
 def _contribution(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:

@@ -89,6 +89,11 @@ def test_invalid_input_is_named():
     for factors in ({"body": -1}, {"body": "fast"}, {}):
         with pytest.raises(tfgpu.InputError):
             incremental.discriminative("adam", model, factors)
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras up to 3.14 has no MultiOptimizer")
+def test_several_optimizers_are_refused():
+    model = two_layers()
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
     with pytest.raises(tfgpu.InputError, match="MultiOptimizer"):
         incremental.discriminative(several, model, {"body": 0.1})

@@ -361,7 +361,7 @@ def _full_value(shard) -> tf.Tensor:
     return full(*map(tf.stop_gradient, pieces))  # `export` would trace the custom gradient
 
 
-class _ShardRegularizer:
+class _ShardRegularizer(keras.regularizers.Regularizer):
     """A variable's regularizer, as the regularizer of its shard."""
 
     def __init__(self, variable):
