@@ -11,6 +11,8 @@ from tfgpu.training.perplexity import Perplexity
 
 LENGTH, TOKENS, WIDTH = 7, 23, 8
 STOCK = keras.losses.SparseCategoricalCrossentropy
+# In Keras 3.13 a tied table masks its hidden input as if those were tokens, and any loss fails.
+TIED_HAS_MASK = "compute_mask" in vars(keras.layers.ReversibleEmbedding)
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def model_of(kind, *, mask=True, dropout=0.0):
     inputs = keras.Input((LENGTH,), dtype="int32")
     if kind.startswith("tied"):
         cap = 2.0 if kind == "tied, capped" else None
-        table = keras.layers.ReversibleEmbedding(TOKENS, WIDTH, mask_zero=mask, logit_soft_cap=cap)
+        table = keras.layers.ReversibleEmbedding(TOKENS, WIDTH, mask_zero=mask and TIED_HAS_MASK, logit_soft_cap=cap)
         hidden = keras.layers.Dropout(dropout)(keras.layers.Dense(WIDTH, "tanh")(table(inputs)))
         return keras.Model(inputs, table(hidden, reverse=True))
     table = keras.layers.Embedding(TOKENS, WIDTH, mask_zero=mask)

@@ -39,7 +39,7 @@ class Format:
     def check_installed(self, *, running: bool) -> None:
         """Raises an `InputError` if a library is missing to write (and run) this format."""
         wanted = (*self.needs, self.runs_with) if running else self.needs
-        if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        if missing := [name for name in dict.fromkeys(wanted) if importlib.util.find_spec(name) is None]:
             raise InputError(f"The format {self.name!r} needs {', '.join(missing)}. Run: {INSTALL}")
 
 
