@@ -425,3 +425,27 @@ def test_a_replica_without_rows_runs_recurrent_layers(kind):
     expected = weights_on(tf.distribute.get_strategy())
     for found, one in zip(weights_on(tfgpu.strategy(devices=4)), expected, strict=True):
         np.testing.assert_allclose(found, one, atol=1e-6)
+
+
+def test_an_eager_replica_without_rows_has_gradients_of_all_weights():
+    """Keras adds a bias to a stand-in row there, below which the kernel of the layer before it must still be found."""
+
+    def weights_on(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            layers = [keras.layers.Conv1D(2, 2), keras.layers.MaxPooling1D(), keras.layers.Flatten()]
+            model = keras.Sequential([keras.Input((5, 1)), *layers, keras.layers.Dense(3)])
+            optimizer = keras.optimizers.SGD(0.1)
+
+        @tfgpu.by_rows
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((model(x) - y) ** 2)
+            optimizer.apply_gradients(zip(tape.gradient(loss, model.weights), model.weights, strict=True))
+
+        rows = tf.data.Dataset.from_tensor_slices((X[..., None], Y)).batch(10)
+        for batch in strategy.experimental_distribute_dataset(rows):
+            strategy.run(step, args=batch)
+        return model.get_weights()
+
+    assert_alike(weights_on(one_device()), weights_on(two_devices()))

@@ -204,6 +204,8 @@ def with_stand_in_row(value):
         shape = tf.concat([[1], tf.shape(value)[1:]], 0)
         return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
 
+    if value.shape[0] == 0:
+        return tf.concat([value, one()], 0)  # gradients still reach what has made the tensor
     row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on without a copy
     if value.shape[0] is None:
         row.set_shape(value.shape)
