@@ -449,3 +449,38 @@ def test_an_eager_replica_without_rows_has_gradients_of_all_weights():
         return model.get_weights()
 
     assert_alike(weights_on(one_device()), weights_on(two_devices()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "eagerly"),
+    [
+        pytest.param(keras.losses.CTC, (5, 3), False, id="ctc", marks=pytest.mark.slow),
+        pytest.param(keras.losses.CTC, (5, 3), True, id="ctc-eager", marks=pytest.mark.slow),
+        pytest.param(keras.losses.CategoricalHinge, (2,), True, id="max-eager"),
+    ],
+)
+def test_a_loss_on_a_replica_without_rows(loss, shape, eagerly):
+    """TensorFlow fails in CTC of an empty batch, and Keras in `max` if it runs eagerly."""
+    outputs = np.random.default_rng(3).normal(size=(3, *shape)).astype("float32")
+    labels = np.array([[1, 2], [2, 1], [1, 1]])
+
+    def gradients_on(strategy):
+        with strategy.scope():
+            factor, optimizer, loss_of = tf.Variable(tf.ones(shape)), keras.optimizers.SGD(0.1), loss()
+            optimizer.build([factor])
+
+        @tfgpu.by_rows
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                value = loss_of(y, x * factor)
+            optimizer.apply_gradients([(tape.gradient(value, factor), factor)])
+            return value
+
+        def run(batch):
+            return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+        run = run if eagerly else tf.function(run)
+        data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((outputs, labels)).batch(2))
+        return [*(run(batch) for batch in data), factor.numpy()]
+
+    assert_alike(gradients_on(one_device()), gradients_on(two_devices()))

@@ -27,16 +27,32 @@ def create_variables_outside_replicas() -> None:
 def compute_on_stand_in_rows() -> None:
     """In a hand-written loop, pools and convolves a stand-in row if a replica has no rows, and drops the result.
 
-    A batch with fewer rows than replicas leaves some replicas without rows.
+    A batch with fewer rows than replicas leaves some replicas without rows. TensorFlow's CTC loss fails there too.
     """
     for name in ("max_pool", "average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "conv_transpose"):
 
         @wrap(f"nn.{name}")
         def call(stock, inputs, *args, **kwargs):
-            is_sure = replication.replica_context() is None or step_context.step() is not None or bool(inputs.shape[0])
-            if is_sure:
+            if _has_rows(inputs):
                 return stock(inputs, *args, **kwargs)
             return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
+
+    @wrap("nn.ctc_loss")
+    def ctc_loss(stock, target, output, target_length, output_length, *args, **kwargs):
+        inputs = [tf.convert_to_tensor(each) for each in (target, output, target_length, output_length)]
+        if _has_rows(inputs[0]):
+            return stock(*inputs, *args, **kwargs)
+        found = stock(*map(batch_sharding.with_stand_in_row, inputs), *args, **kwargs)
+        return found[: tf.shape(inputs[0])[0]]
+
+    for name in ("max", "min"):
+
+        @wrap(f"numpy.{name}")
+        def extreme(stock, x, *args, **kwargs):
+            is_graph = not tf.executing_eagerly() or replication.replica_context() is None
+            if is_graph or not tf.is_tensor(x) or not x.shape.rank or x.shape[0]:
+                return stock(x, *args, **kwargs)
+            return tf.function(stock)(x, *args, **kwargs)  # Keras refuses an empty tensor only in eager mode
 
     @wrap("numpy.add")
     def add(stock, x1, x2):
@@ -48,6 +64,11 @@ def compute_on_stand_in_rows() -> None:
             batch_sharding.with_stand_in_row(x) if is_empty else x for x, is_empty in zip((x1, x2), empty, strict=True)
         )
         return stock(*both)[:0]
+
+
+def _has_rows(inputs: tf.Tensor) -> bool:
+    """Whether a replica has rows for sure: the number is known, or it is in a step, which has a stand-in row."""
+    return replication.replica_context() is None or step_context.step() is not None or bool(inputs.shape[0])
 
 
 def attributes_are_shared() -> bool:
@@ -145,7 +166,7 @@ REPAIRS = (
     ),
     Repair(
         name="no-rows",
-        fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D",
+        fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D and CTC",
         issue="",
         probe=empty_batch_fails,
         apply=compute_on_stand_in_rows,
