@@ -48,3 +48,78 @@ def trained(devices, ways):
 def test_a_model_that_its_first_ragged_batch_builds(replicas, ways):
     for one, other in zip(trained(None, ways), trained([f"CPU:{at}" for at in range(replicas)], ways), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+TEXTS = np.array(["a b", "", "b b a a b a a", "c", "a", "b", "a a a", "b", "a b"])
+TARGETS = np.random.default_rng(2).normal(size=(9, 2)).astype("float32")
+
+
+def reads(strategy, *, is_masked=False):
+    """A model of texts whose padding counts if it has no mask."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        texts = keras.layers.TextVectorization(vocabulary=["a", "b"])
+        table = keras.layers.Embedding(5, 3, mask_zero=is_masked)
+        reads = keras.layers.GRU(3) if is_masked else keras.layers.GlobalAveragePooling1D()
+        model = keras.Sequential([keras.Input((), dtype="string"), texts, table, reads, keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.slow
+def test_texts_are_padded_to_the_longest_of_the_batch():
+    def trained(strategy):
+        model = reads(strategy)
+        rows = tf.data.Dataset.from_tensor_slices((TEXTS, TARGETS)).batch(8)
+        model.fit(rows, verbose=0)
+        found = model.train_on_batch(tf.constant(TEXTS[:3]), TARGETS[:3])
+        return [*model.get_weights(), found, model.evaluate(rows, verbose=0), model.predict(rows, verbose=0)]
+
+    two = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    for one, other in zip(trained(tf.distribute.get_strategy()), trained(two), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_texts_in_a_loop_whose_last_batch_leaves_replicas_without_rows(is_masked, eagerly):
+    def trained(strategy):
+        model = reads(strategy, is_masked=is_masked)
+        with strategy.scope():
+            loss_of = keras.losses.MeanSquaredError()
+
+        @tfgpu.by_rows
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        def run(batch):
+            strategy.run(step, args=batch)
+
+        run = run if eagerly else tf.function(run)
+        rows = tf.data.Dataset.from_tensor_slices((TEXTS, TARGETS)).batch(8)
+        for batch in strategy.experimental_distribute_dataset(rows):
+            run(batch)
+        return model.get_weights()
+
+    four = tfgpu.strategy("mirrored", devices=[f"CPU:{at}" for at in range(4)])
+    for one, other in zip(trained(tf.distribute.get_strategy()), trained(four), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_ragged_rows_of_many_axes_keep_what_a_shape_says():
+    values = tf.ragged.constant([[[1, 2], [3]], [], [[4]], [[5], [6, 7, 8], [9]]])
+    strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+
+    def found(shape, default):
+        rows = strategy.experimental_distribute_values_from_function(
+            lambda context: values[2 * context.replica_id_in_sync_group :][:2]
+        )
+        step = tfgpu.by_rows(lambda rows: rows.to_tensor(default, shape=shape))
+        return strategy.gather(tf.function(lambda: strategy.run(step, args=(rows,)))(), axis=0)
+
+    for shape in (None, (None, 4, None), [None, None, 2], tf.TensorShape([None, None, None])):
+        np.testing.assert_array_equal(found(shape, 7), values.to_tensor(7, shape=shape))

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.core import nested_graphs
-from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, whole_batch
+from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, ragged_rows, whole_batch
 from tfgpu.core.row_mixing.trials import run_trial, step_recorder
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -76,6 +76,16 @@ def own_metric_differs() -> bool:
     return float(metric.result()) != 1.0
 
 
+def own_padding_differs() -> bool:
+    """Whether a replica pads ragged rows to its own longest row."""
+    strategy, lengths = probing.mirrored(), iter((1, 2))
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ragged.constant([[1] * next(lengths)])
+    )
+    widths = strategy.run(lambda rows: tf.shape(rows.to_tensor())[1], args=(rows,))
+    return [int(each) for each in strategy.experimental_local_results(widths)] != [2, 2]
+
+
 REPAIRS = (
     Repair(
         name="coupled-losses",
@@ -111,5 +121,12 @@ REPAIRS = (
         issue="",
         probe=own_metric_differs,
         apply=own_metrics.give_own_metrics_all_rows,
+    ),
+    Repair(
+        name="ragged-padding",
+        fault="ragged rows become dense with each replica's longest row, in TextVectorization too",
+        issue="",
+        probe=own_padding_differs,
+        apply=ragged_rows.pad_to_longest_row,
     ),
 )

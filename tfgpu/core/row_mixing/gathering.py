@@ -27,6 +27,13 @@ def is_in_step() -> bool:
     return batch_rows.local_rows() is not None
 
 
+def can_meet() -> bool:
+    """Whether replicas that `may_meet` can communicate here: not in a condition, a loop or a tf.function of its own."""
+    graph = getattr(threading.current_thread(), "graph", None)
+    is_apart = not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
+    return not is_apart and batch_rows.can_communicate()
+
+
 def check_can_meet(named: str) -> None:
     """Refuses to gather in a condition, a loop or a tf.function of its own.
 
@@ -36,9 +43,7 @@ def check_can_meet(named: str) -> None:
     Raises:
         InputError: replicas cannot meet here.
     """
-    graph = getattr(threading.current_thread(), "graph", None)
-    is_apart = not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
-    if is_apart or not batch_rows.can_communicate():
+    if not can_meet():
         raise InputError(
             f"{named} needs all rows of the batch, but is called in a tf.cond, a loop or a tf.function, where "
             "replicas cannot communicate. Call it outside, or mark its class with `tfgpu.by_rows` if it may see one "
