@@ -215,7 +215,7 @@ class Names:
 
     def changed(self) -> list[str]:
         """The names of plain values that have changed and were there."""
-        return [name for name, value in self._values.items() if self._is_of_user(name) and self._differs(name, value)]
+        return [name for name, value in self._values.items() if self._differs(name, value) and self._is_of_user(name)]
 
     def put_back_counts(self) -> None:
         """Gives numbers back that were there and have changed, and nothing else."""

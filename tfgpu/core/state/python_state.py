@@ -121,19 +121,24 @@ class Kept:
         """
         found = {name for names in self._named.values() for name in names.changed()}
         found |= {cell.name for cell in self._cells.values() if cell.is_changed()}
-        return sorted(found | {name for name, content in self._named_contents() if content.is_changed()})
+        changed = {id(content) for content in self._contents.values() if content.is_changed()}
+        named = self._named_contents() if changed else ()  # they are walked for their names: most runs change nothing
+        return sorted(found | {name for name, content in named if id(content) in changed})
 
     def draws(self, names: Iterable[str]) -> list[str]:
         """Those of some names under which there is a generator of random numbers."""
-        of_generators = {name for name, content in self._named_contents() if content.is_generator}
-        return sorted(of_generators & set(names))
+        if not (chosen := set(names)):
+            return []
+        return sorted(chosen & {name for name, content in self._named_contents() if content.is_generator})
 
     def counts(self, names: Iterable[str]) -> list[str]:
         """Those of some names under which there is a number, a text or a container."""
+        if not (chosen := set(names)):
+            return []
         found = {name for each in self._named.values() for name, value in each.before() if type(value) in _COUNTS}
         found |= {name for name, content in self._named_contents() if not content.is_generator}
         found |= {cell.name for cell in self._cells.values() if type(cell.before) in _COUNTS}
-        return sorted(found & set(names))
+        return sorted(found & chosen)
 
     def places(self, names: Iterable[str]) -> list[Place]:
         """Where the values of some names are."""
