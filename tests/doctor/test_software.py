@@ -10,6 +10,7 @@ import tfgpu
 from tfgpu import doctor
 from tfgpu.compat.versions import INSTALL
 from tfgpu.doctor import Check
+from tfgpu.doctor.facts import software
 from tfgpu.errors import InputError
 
 
@@ -74,6 +75,26 @@ def test_packages_that_are_missing_or_old_or_in_the_way(facts, by_name):
     named = by_name(facts)
     assert named["TensorFlow"].status == named["Keras"].status == "warning"
     assert named["TensorFlow"].command == named["Keras"].command == INSTALL
+
+
+def test_triton_beside_tensorflow(facts, by_name, tmp_path, monkeypatch):
+    def judged(**packages):
+        facts["packages"] |= packages
+        return by_name(facts).get("Triton")
+
+    assert judged(shares_symbols=True) is None
+    assert judged(triton="3.6.0").status == "ok"
+    found = judged(triton="3.8.0")
+    assert found.status == "warning" and found.found.startswith("3.8.0: ") and "`import triton`" in found.fix
+    assert judged(shares_symbols=False).status == "ok"
+
+    (tmp_path / "tensorflow" / "python").mkdir(parents=True)
+    (tmp_path / "tensorflow" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "tensorflow")
+    assert not software.shares_symbols()
+    (tmp_path / "tensorflow" / "python" / "pywrap_dlopen_global_flags.py").touch()
+    assert software.shares_symbols()
 
 
 def test_several_tensorflows_in_one_folder(facts, by_name):

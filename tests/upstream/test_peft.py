@@ -1,6 +1,9 @@
 """Adapters that were trained on KerasHub's models, in Hugging Face's PEFT: the logits are those of the Keras model."""
 
 import importlib
+import importlib.util
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -32,6 +35,19 @@ KINDS = {
     "bert": ("BertBackbone", "BertModel", SIZES, ["query", "key", "attention_output", *DENSE]),
 }
 IDS = np.random.default_rng(0).integers(1, 96, (2, 9))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton():
+    """Loads it, if it is there, so that it finds its own LLVM though TensorFlow came first (tensorflow#124205)."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    before = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_DEEPBIND)
+    try:
+        importlib.import_module("triton")
+    finally:
+        sys.setdlopenflags(before)
 
 
 def models(kind, folder):

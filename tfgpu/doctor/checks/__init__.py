@@ -25,6 +25,7 @@ def judge(facts: Mapping[str, dict[str, Any]], environ: Mapping[str, str]) -> li
         software.python(facts),
         software.tensorflow(facts),
         software.several_tensorflows(facts),
+        software.triton(facts),
         software.keras(facts, environ),
         software.legacy_keras(facts, environ),
         software.build(facts),

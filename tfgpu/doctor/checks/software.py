@@ -4,6 +4,8 @@ import re
 import sys
 from collections.abc import Mapping
 
+from packaging.version import Version
+
 from tfgpu.compat import versions
 from tfgpu.compat.versions import INSTALL, KERAS, TENSORFLOW, Support
 from tfgpu.doctor.check import Check
@@ -45,6 +47,17 @@ def several_tensorflows(facts: Mapping[str, dict]) -> Check:
         return Check("TensorFlow packages", "ok", ", ".join(found) or "none installed by pip")
     text = f"{', '.join(found)}: they share one folder and overwrite each other's files"
     return Check("TensorFlow packages", "problem", text, command=f"pip uninstall -y {' '.join(names)}; {INSTALL}")
+
+
+def triton(facts: Mapping[str, dict]) -> Check | None:
+    """Triton, which PyTorch installs: imported after a TensorFlow that shares its symbols, it crashes."""
+    version = facts["packages"].get("triton")
+    if not version:
+        return None
+    if not facts["packages"].get("shares_symbols") or Version(version) < Version("3.7"):
+        return Check("Triton", "ok", version)
+    text = f"{version}: a process that imports it after TensorFlow crashes; PyTorch, transformers and PEFT import it"
+    return Check("Triton", "warning", text, "Begin scripts that use PyTorch beside TensorFlow with `import triton`.")
 
 
 def keras(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:

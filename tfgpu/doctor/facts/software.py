@@ -1,11 +1,13 @@
 """Facts of Python, packages, TensorFlow and Keras."""
 
+import importlib.util
 import platform
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
 
-PACKAGES = ("tensorflow", "keras", "tf-keras", "tensorboard")
+PACKAGES = ("tensorflow", "keras", "tf-keras", "tensorboard", "triton")
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-intel", "tf-nightly", "tf-nightly-cpu")
 """Packages that install into the same folder and overwrite each other's files."""
 
@@ -17,7 +19,18 @@ def _python(**_) -> dict:
 def _packages(**_) -> dict:
     found: dict = {name: _version(name) for name in PACKAGES}
     found["tensorflows"] = [f"{name} {_version(name)}" for name in TENSORFLOWS if _version(name)]
+    found["shares_symbols"] = shares_symbols()
     return found
+
+
+def shares_symbols() -> bool:
+    """Whether TensorFlow, once imported, replaces LLVM in libraries that are loaded later; does not import it.
+
+    Its wheels of 2.20 and 2.21 have a file for that: https://github.com/tensorflow/tensorflow/issues/124205
+    """
+    found = importlib.util.find_spec("tensorflow")
+    folders = (found and found.submodule_search_locations) or []
+    return any((Path(each) / "python" / "pywrap_dlopen_global_flags.py").is_file() for each in folders)
 
 
 def _version(package: str) -> str | None:
