@@ -230,7 +230,14 @@ def spoil_config(preset):
     (preset / "config.json").write_text("{")
 
 
+def quantize_config(preset):
+    policy = {"class_name": "QuantizedDTypePolicy", "config": {"mode": "int8", "source_name": None}}
+    facts = {"registered_name": "keras_hub>Llama3Backbone", "config": {"dtype": policy}}
+    (preset / "config.json").write_text(json.dumps(facts))
+
+
 LACKING = {
+    "quantized": (quantize_config, "is quantized, which `tfgpu train` does not fine-tune"),
     "no config": (lambda preset: (preset / "config.json").unlink(), "has no config.json"),
     "no JSON": (spoil_config, "is not a JSON object"),
     "no kind": (lambda preset: (preset / "config.json").write_text("{}"), "from neither KerasHub nor Hugging Face"),

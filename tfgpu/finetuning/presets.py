@@ -43,7 +43,8 @@ def find(folder: str | Path) -> Preset:
     """Checks a folder, without KerasHub.
 
     Raises:
-        InputError: there is no such folder, or it lacks a config, weights or a tokenizer; the message names the file.
+        InputError: there is no such folder, it lacks a config, weights or a tokenizer (the message names the file), or
+            it is quantized.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -61,6 +62,11 @@ def find(folder: str | Path) -> Preset:
         raise InputError(f"{config} is not a JSON object: {error}. Copy it again.") from None
     if not is_kerashub and "model_type" not in facts:
         raise InputError(f"{config} is from neither KerasHub nor Hugging Face's transformers. Give another folder.")
+    if is_kerashub and "QuantizedDTypePolicy" in json.dumps(facts):
+        raise InputError(
+            f"{folder} is quantized, which `tfgpu train` does not fine-tune. Give the preset from before "
+            "`quantize`, or a script that calls `quantize` and `enable_lora`, then `parallel.apply` or `shard`."
+        )
     _check_files(folder, is_kerashub)
     return Preset(folder, is_kerashub)
 
