@@ -13,9 +13,12 @@ import psutil
 
 import tfgpu
 from tfgpu.finetuning import graph
+from tfgpu.losses.chunked_crossentropy import ChunkedCrossentropy
 
 
-def main(sizes: dict, length: int, rows: int, lora: int | None) -> None:
+def main(sizes: dict, length: int, rows: int, lora: int | None, flash: bool = False, chunk: int | None = None) -> None:
+    if flash:
+        keras.config.enable_flash_attention()
     models = importlib.import_module("keras_hub").models
     with tfgpu.strategy("one_device").scope():
         backbone = models.Llama3Backbone(
@@ -30,7 +33,8 @@ def main(sizes: dict, length: int, rows: int, lora: int | None) -> None:
         if lora:
             backbone.enable_lora(lora)
         model = graph.flat(task, None)
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        whole = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", ChunkedCrossentropy(chunk) if chunk else whole, jit_compile=False)
     ids = np.ones((2 * rows, length), "int32")
     given = {"token_ids": ids, "padding_mask": ids}
     model.fit(given, ids, batch_size=rows, verbose=0)

@@ -12,7 +12,7 @@ import pytest
 from tfgpu.cli import _execute
 from tfgpu.errors import InputError
 from tfgpu.parallel import Layout, plan, predict
-from tfgpu.parallel.planning import pretrained
+from tfgpu.parallel.planning import footprint, pretrained
 from tfgpu.parallel.planning.pretrained import Decoder
 
 # As `model.parameters()` of each has it on Hugging Face's pages.
@@ -54,6 +54,35 @@ def test_more_devices_and_fewer_bits_let_more_models_fit():
     assert not fits("llama3-70b", 8, "24GB", lora=16) and fits("llama3-70b", 8, "24GB", lora=16, weights="int4")
 
 
+def test_the_planner_has_the_sizes_that_training_has():
+    from tfgpu.attention import blockwise
+    from tfgpu.losses import row_chunks
+
+    found = pretrained.NUMBERS, pretrained.LEAST_ROWS, pretrained.BLOCK
+    assert found == (row_chunks.NUMBERS, row_chunks.LEAST_ROWS, blockwise.BLOCK)
+
+
+def test_a_loss_by_chunks_holds_a_chunk_but_in_a_pipeline_and_along_tensor():
+    def loss(layout, rows, **how):
+        work = SMALL.workload(256, lora=2, **how)
+        return footprint._loss(work, layout, rows)
+
+    token = 3 * 4 * 512  # three copies of its logits
+    assert loss(Layout(), 8) == 8 * 256 * token  # all: they are few
+    assert loss(Layout(data=2), 8, loss_chunk=100) == 100 * token
+    assert loss(Layout(), 8, loss_chunk=10**6) == 8 * 256 * token
+    assert loss(Layout(), 1024) == 2**15 * token  # as `tfgpu train` chooses
+    assert loss(Layout(tensor=2), 8, loss_chunk=100) == 8 * 256 * token / 2
+    assert loss(Layout(pipeline=2, microbatches=2), 4, loss_chunk=100) == 8 * 256 * token
+
+
+def test_flash_attention_grows_with_the_length():
+    def kept(length, **how):
+        return SMALL.workload(length, lora=2, **how).blocks[1].kept_split
+
+    assert kept(2048, flash_attention=True) == 2 * kept(1024, flash_attention=True) < kept(2048)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -71,18 +100,22 @@ def test_bad_input(how, words):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub")
-@pytest.mark.parametrize(("rows", "lora"), [(16, None), (32, None), (32, 8)])
-def test_a_step_takes_what_is_predicted(rows, lora):
+@pytest.mark.parametrize(
+    ("rows", "lora", "flash", "chunk"),
+    [(16, None, False, None), (32, None, False, None), (32, 8, False, None), (16, None, True, 256)],
+)
+def test_a_step_takes_what_is_predicted(rows, lora, flash, chunk):
     """All weights: within a fifth. LoRA: at most what is predicted, since frozen layers keep less than is counted."""
     sizes = {name: getattr(SMALL, name) for name in ("layers", "hidden", "heads", "groups", "mlp", "vocabulary")}
-    given = {"sizes": sizes, "length": 256, "rows": rows, "lora": lora}
+    length = 512 if flash else 256
+    given = {"sizes": sizes, "length": length, "rows": rows, "lora": lora, "flash": flash, "chunk": chunk}
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
     script = [sys.executable, str(Path(__file__).parents[1] / "finetuning" / "peak.py"), json.dumps(given)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.splitlines()[-1])
-    work = SMALL.workload(256, "float32", lora=lora)
+    work = SMALL.workload(length, "float32", lora=lora, flash_attention=flash, loss_chunk=chunk)
     memory = predict(work, Layout(), batch=rows, optimizer="sgd").memory
     assert measured["variables"] == memory.parameters
     ratio = measured["bytes"] / (memory.peak - memory.parameters - memory.slots)

@@ -50,6 +50,12 @@ class Options:
     ) = None
     lora: _model(int | None, "Pretrained: rank of LoRA [all weights are trained].") = None
     weights: _model(str, f"Pretrained: frozen weights, one of {', '.join(WEIGHTS)}.", metavar="NAME") = "float32"
+    flash_attention: _model(
+        bool, "Pretrained: attention by blocks, as `tfgpu train --flash-attention`.", "--flash-attention"
+    ) = False
+    loss_chunk: _model(
+        int | None, "Pretrained: tokens whose logits are there at a time [as `tfgpu train` chooses]."
+    ) = None
     batch: _model(int | None, "Global batch [8 per device].") = None
     optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", metavar="NAME|INTEGER") = "adamw"
     precision: _model(str, "Compute precision.", metavar="NAME") = "mixed_bfloat16"
@@ -140,9 +146,10 @@ def _workload(options: Options) -> Workload:
     model, precision = options.model, options.precision
     if options.pretrained is not None:
         return _pretrained(options, given)
-    for name, value in (("lora", options.lora), ("weights", options.weights)):
-        if value not in (None, "float32"):
-            raise InputError(f"--{name} needs a published model. Received: {value}. Add --pretrained NAME.")
+    for name in ("lora", "weights", "flash_attention", "loss_chunk"):
+        if (value := getattr(options, name)) not in (None, "float32", False):
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} needs a published model. Received: {value}. Add --pretrained NAME.")
     if model is None:
         missing = [name for name in _SIZES if name not in given]
         if missing:
@@ -169,7 +176,12 @@ def _pretrained(options: Options, given: Mapping) -> Workload:
     if others:
         raise InputError(f"--pretrained has its own sizes. Received: --{others[0]}. Remove it.")
     decoder = known(options.pretrained)
-    return decoder.workload(options.sequence or 2048, options.precision, lora=options.lora, weights=options.weights)
+    if options.loss_chunk is not None:
+        whole_number("loss_chunk", options.loss_chunk)
+    names = ("lora", "weights", "flash_attention", "loss_chunk")
+    return decoder.workload(
+        options.sequence or 2048, options.precision, **{name: getattr(options, name) for name in names}
+    )
 
 
 def _language_model(options: Mapping, shape: tuple, classes: int | None) -> Transformer:

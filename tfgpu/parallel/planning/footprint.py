@@ -138,20 +138,26 @@ def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: flo
     kept_apart = (slots + (layout.accumulate > 1) + pieces) * trained / (copies if zero else 1)
     loss = _loss(work, layout, rows) if at == layout.pipeline - 1 else 0.0
     activations = _activations(stage, layout, at, rows)
+    passing = stage.largest_passing(rows, tensor)
     if layout.pipeline > 1:
         # The loss is computed before the gradients begin; its gradient is kept until the last micro-batch.
-        peak = max(loss, activations + gradients + loss / 3)
+        peak = max(loss, activations + passing + gradients + loss / 3)
     elif layout.recompute or zero >= 2:
-        peak = max(activations + loss, activations + gradients)
+        peak = max(activations + loss, activations + passing + gradients)
     else:
         peak = max(activations + loss, _walk(stage, layout, rows, size))
-    return Memory(parameters, kept_apart, gradients, activations + loss, parameters + kept_apart + peak, at)
+    activations += max(loss, passing)
+    return Memory(parameters, kept_apart, gradients, activations, parameters + kept_apart + peak, at)
 
 
 def _loss(work: Workload, layout: Layout, rows: float) -> float:
-    """Bytes of the loss: of a shard of the logits where the tensor axis splits them, as in Megatron-LM."""
+    """Bytes of the loss: of a shard of the logits where the tensor axis splits them, as in Megatron-LM.
+
+    A pipeline and the tensor axis compute no logits by chunks.
+    """
     parts = layout.tensor if work.loss_splits else 1
-    return work.loss * rows * (1 if layout.loss == "microbatch" else layout.microbatches) / parts
+    rows *= 1 if layout.loss == "microbatch" else layout.microbatches
+    return work.loss(rows, by_chunks=layout.pipeline == layout.tensor == 1) / parts
 
 
 def _activations(stage: Stage, layout: Layout, at: int, rows: float) -> float:
@@ -170,6 +176,7 @@ def _walk(stage: Stage, layout: Layout, rows: float, size: int) -> float:
     kept, gradients = stage.sum.kept(rows, layout.tensor, layout.expert), 0.0
     most = kept
     for block in reversed(stage.blocks):
+        most = max(most, kept + gradients + rows * block.passing / layout.tensor)
         gradients += size * block.trainable(layout.tensor, layout.expert)
         most = max(most, kept + gradients)
         kept -= block.kept(rows, layout.tensor, layout.expert)

@@ -15,6 +15,11 @@ _SCALES = 4 / 128
 """Bytes for each quantized weight: a float32 scale for each 128, Keras's default for int4; int8 has fewer."""
 WEIGHTS = MappingProxyType({"float32": 4.0, "bfloat16": 2.0, "int8": 1 + _SCALES, "int4": 0.5 + _SCALES})
 """Bytes of a frozen weight."""
+# As in `losses.row_chunks`, `recipes.finetune` and `attention.blockwise`, which start TensorFlow.
+NUMBERS, LEAST_ROWS, WHOLE, BLOCK = 2**24, 256, 3 * 2**24, 256
+# Of attention by blocks: copies of a block's scores, sums of gradients, and what is kept, the last two for each number
+# of the queries; of the loss by chunks: sums of the head's gradient. Fitted to measured steps (docs/measured).
+_COPIES, _SUMS, _KEPT, _HEADS = 2, 2, 19, 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,14 @@ class Decoder:
         return 2 * self.hidden + router + (2 * self.head if self.norms_heads else 0)
 
     def workload(
-        self, sequence: int, precision: str = "mixed_bfloat16", *, lora: int | None = None, weights: str = "float32"
+        self,
+        sequence: int,
+        precision: str = "mixed_bfloat16",
+        *,
+        lora: int | None = None,
+        weights: str = "float32",
+        flash_attention: bool = False,
+        loss_chunk: int | None = None,
     ) -> Workload:
         """The model's blocks for `planner.plan`.
 
@@ -90,6 +102,8 @@ class Decoder:
             precision: that it computes in.
             lora: the rank of LoRA for queries and values; None trains all weights.
             weights: of frozen weights, one of `WEIGHTS`. Weights that are trained are as the precision has them.
+            flash_attention: whether attention goes by blocks of queries.
+            loss_chunk: tokens whose logits are there at a time; None: as `tfgpu train finetune-text` chooses.
 
         Raises:
             InputError: an unknown precision or kind of weights, or frozen weights without LoRA.
@@ -121,15 +135,30 @@ class Decoder:
             flops=2 * sequence * table,
             reduces=number * sequence * self.hidden,
         )
-        blocks = (first, *(self._block(at, sequence, variable, number, each, lora) for at in range(self.layers)), last)
-        heads = self.groups if self.groups > 1 else self.heads
-        outputs = 4 * sequence * self.vocabulary
-        segments = tuple(range(len(blocks)))
-        return Workload(self.name, blocks, variable, precision, outputs, heads, self.experts, segments, len(blocks))
+        sizes = sequence, variable, number, each, lora, flash_attention
+        blocks = (first, *(self._block(at, *sizes) for at in range(self.layers)), last)
+        return Workload(
+            self.name,
+            blocks,
+            variable,
+            precision,
+            outputs=4 * sequence * self.vocabulary,
+            heads=self.groups if self.groups > 1 else self.heads,
+            experts=self.experts,
+            segments=tuple(range(len(blocks))),
+            most_stages=len(blocks),
+            chunk=4 * self.vocabulary * (loss_chunk or max(LEAST_ROWS, NUMBERS // self.vocabulary)),
+            chunk_sums=0 if lora else 4 * _HEADS * table,
+            chunked_from=0 if loss_chunk else 4 * WHOLE,
+        )
 
-    def _block(self, at: int, length: int, variable: int, number: int, each: float, lora: int | None) -> Block:
+    def _block(
+        self, at: int, length: int, variable: int, number: int, each: float, lora: int | None, flash: bool
+    ) -> Block:
         width, queries, keys = self.hidden, self.heads * self.head, self.groups * self.head
         scores = 8 + (number if number < 4 else 0)  # before and after the float32 softmax, and cast
+        attention = number * _KEPT * queries if flash else scores * self.heads * length
+        in_block = _COPIES * 4 * min(length, BLOCK) * self.heads
         kept = number * (4 * queries + 2 * keys + self.experts * 4 * self.mlp)
         results = self.experts * width if self.experts > 1 else 0  # of all experts, before the router weighs them
         routed = 2 * results + 8 * self.experts if results else 0
@@ -142,7 +171,8 @@ class Decoder:
             lora,
             experts=experts,
             adapters=0 if lora is None else lora * (width * (self.heads + self.groups) + 2 * self.head),
-            kept_split=length * (kept + number * routed + scores * self.heads * length),
+            kept_split=length * (kept + number * routed + attention),
+            passing=length * (in_block + _SUMS * 4 * queries) if flash else 0,
             kept_whole=length * (3 * number * width + 16 * width),
             casts=number * self._kernels if number < variable or each < 1 else 0,
             casts_experts=number * experts if number < variable or each < 1 else 0,

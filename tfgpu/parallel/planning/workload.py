@@ -37,6 +37,7 @@ class Block:
         frozen_experts: those of `frozen_split`.
         kept_split: bytes kept for the backward pass for each example, split.
         kept_whole: the same, whole.
+        passing: bytes for each example that the block needs beside these while it runs, split.
         casts: bytes kept for each pass, whatever its rows, above all 16-bit copies of kernels; includes `casts_whole`.
         casts_whole: those that are not split.
         casts_experts: those of experts.
@@ -57,6 +58,7 @@ class Block:
     frozen_experts: int = 0
     kept_split: float = 0
     kept_whole: float = 0
+    passing: float = 0
     casts: float = 0
     casts_whole: float = 0
     casts_experts: float = 0
@@ -117,6 +119,10 @@ class Stage:
     def largest_segment(self, rows: float, tensor: int, expert: int = 1) -> float:
         return max(kind.kept(rows, tensor, expert) for kind in self.kinds)
 
+    def largest_passing(self, rows: float, tensor: int) -> float:
+        """Bytes that the block which needs the most has only while it runs; there is one at a time."""
+        return rows / tensor * max(block.passing for block in self.blocks)
+
     def largest_trainable(self, tensor: int) -> float:
         return max(kind.trainable(tensor) for kind in self.kinds)
 
@@ -150,6 +156,9 @@ class Workload:
         segments: where runs of blocks begin that are recomputed together.
         most_stages: the largest number of stages.
         loss_splits: whether the tensor axis splits what the loss reads.
+        chunk: bytes of a device's outputs that are there at a time, where the loss computes them by chunks; None: all.
+        chunk_sums: bytes of the gradient of the trained layer that computes them, which grows chunk by chunk.
+        chunked_from: the loss goes by chunks only where a device's outputs take more bytes than this.
         cutter: returns the model as split into a number of shards, or None; used where a split is not a division.
     """
 
@@ -163,6 +172,9 @@ class Workload:
     segments: tuple[int, ...] = (0,)
     most_stages: int = 1
     loss_splits: bool = True
+    chunk: float | None = None
+    chunk_sums: float = 0
+    chunked_from: float = 0
     cutter: "Callable[[int], Workload | None] | None" = field(default=None, repr=False, compare=False)
 
     def along(self, tensor: int) -> "Workload | None":
@@ -180,10 +192,17 @@ class Workload:
     def flops(self) -> float:
         return sum(block.flops for block in self.blocks)
 
-    @property
-    def loss(self) -> float:
-        """Bytes that the loss needs for each example at its peak."""
-        return _LOSS_COPIES * self.outputs
+    def loss(self, rows: float, *, by_chunks: bool) -> float:
+        """Bytes that the loss of so many examples needs at its peak.
+
+        Args:
+            rows: examples.
+            by_chunks: whether the layout can compute the outputs by chunks.
+        """
+        outputs = self.outputs * rows
+        if by_chunks and self.chunk is not None and outputs > self.chunked_from:
+            return _LOSS_COPIES * min(outputs, self.chunk) + self.chunk_sums
+        return _LOSS_COPIES * outputs
 
     def stages(self, count: int) -> tuple[Stage, ...]:
         """The blocks in so many stages, where the most expensive stage is as cheap as possible."""
