@@ -208,3 +208,11 @@ def test_lists_that_tensorflow_wraps(kind):
     assert owner.seen == ["a"] and kept.changes() == []
     owner.seen.append("c")
     assert owner.seen == ["a", "c"]
+
+
+def test_what_keras_locks_is_no_change():
+    model, optimizer = keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.Adam()
+    kept = Kept([model, optimizer])
+    model.build((None, 2))
+    optimizer.build(model.trainable_variables)
+    assert kept.changes() == []

@@ -484,3 +484,23 @@ def test_a_loss_on_a_replica_without_rows(loss, shape, eagerly):
         return [*(run(batch) for batch in data), factor.numpy()]
 
     assert_alike(gradients_on(one_device()), gradients_on(two_devices()))
+
+
+@pytest.mark.slow
+def test_a_model_that_its_first_batch_builds_is_not_warned_about(caplog):
+    strategy = two_devices()
+    with strategy.scope():
+        model, optimizer = keras.Sequential([keras.layers.Dense(3)]), keras.optimizers.SGD(0.1)
+        loss_of = keras.losses.MeanSquaredError()
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    run = tf.function(lambda batch: strategy.run(step, args=batch))
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)):
+            run(batch)
+    assert caplog.text == ""

@@ -186,7 +186,7 @@ class Names:
     def __init__(self, owner: Any, is_whole: bool = False):
         self._owner, self._is_whole = owner, is_whole
         self._is_class, self.owner = isinstance(owner, type), id(owner)
-        self._is_of_keras = isinstance(owner, OF_KERAS)
+        self._is_of_keras, self._is_tracker = isinstance(owner, OF_KERAS), isinstance(owner, private.Tracker)
         self._is_of_library = type(owner).__module__.split(".")[0] in ("keras", "tfgpu")
         is_metric = isinstance(owner, keras.metrics.Metric)
         self._known = attributes.of_metric() if is_metric else attributes.of_layer(True) if self._is_of_keras else ()
@@ -201,7 +201,7 @@ class Names:
 
     def before(self) -> list[tuple[str, object]]:
         """The names, and the values that they had, without those of Keras itself."""
-        if isinstance(self._owner, private.Tracker):
+        if self._is_tracker:
             return []
         return [(name, value) for name, value in self._before.items() if self._is_of_user(name)]
 
@@ -214,7 +214,9 @@ class Names:
         return self._values.get(name, ABSENT)
 
     def changed(self) -> list[str]:
-        """The names of plain values that have changed and were there."""
+        """The names of plain values that have changed and were there, without those of Keras itself."""
+        if self._is_tracker:
+            return []
         return [name for name, value in self._values.items() if self._differs(name, value) and self._is_of_user(name)]
 
     def put_back_counts(self) -> None:
