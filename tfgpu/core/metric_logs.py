@@ -133,12 +133,23 @@ def read_results_once() -> None:
         for steps in (self.train_function, self.test_function):
             reader = getattr(steps, "log_reader", None)
             if reader is not None and reader.are_results and logs and logs is steps.logs:
-                return {name: _as_number(logs[name]) for name in sorted(logs)}  # as `get_metrics_result` of Keras 3.13
+                return _as_numbers(logs)
         return stock(self, logs)
 
 
-def _as_number(value: tf.Tensor) -> float | tf.Tensor:
-    return float(value) if value.shape.rank == 0 else value
+def _as_numbers(logs: dict) -> dict:
+    """The logs as Keras returns them from `evaluate`: sorted, without dicts in dicts, numbers in place of scalars."""
+    found = {}
+    for name, value in sorted(logs.items()):
+        if isinstance(value, dict):
+            found |= _as_numbers(value)
+        else:
+            found[name] = float(value) if _is_number(value) else value
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return tf.is_tensor(value) and value.shape.rank == 0 and value.dtype != tf.string
 
 
 def _contribution(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
