@@ -206,6 +206,18 @@ def moved(value: tf.Tensor, device: str) -> tf.Tensor:
         return tf.identity(value)
 
 
+def fetch(remote: tf.distribute.experimental.coordinator.RemoteValue) -> object:
+    """What a closure returned; None where its worker is lost meanwhile: ask again.
+
+    A closure that returns nothing gives None too. TensorFlow would keep the None for good
+    (`RemoteValueImpl.get`), also after another worker has run the closure.
+    """
+    found = remote.fetch()
+    if found is None:
+        remote._has_fetched_to_local = False
+    return found
+
+
 def is_worker_failure(error: Exception) -> bool:
     """Whether an error says that a worker of a parameter server strategy is gone."""
     return cluster_coordinator._is_worker_failure(error)

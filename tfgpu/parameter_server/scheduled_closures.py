@@ -99,11 +99,12 @@ class ScheduledClosures:
         """What a closure returned. If its worker dies first, what it returns on another worker."""
         while True:
             try:
-                return remote.fetch()
+                if (found := distribute.fetch(remote)) is not None:
+                    return found
             except tf.errors.OpError as error:
                 if self._error is not None or not distribute.is_worker_failure(error):
                     raise
-                time.sleep(_RETRY_S)  # TensorFlow runs the closure again, and puts the new values into `remote`
+            time.sleep(_RETRY_S)  # TensorFlow runs the closure again, and puts the new values into `remote`
 
     def wait(self) -> None:
         """Waits until all closures have finished."""
