@@ -137,16 +137,17 @@ def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -
 def in_flags(message: str, parameters: Sequence[Any]) -> str:
     """An error's message that names the options of a command in place of Python's arguments.
 
-    A parameter of a command has the name of the Python argument that it becomes. Settings of the recipe schema stay:
-    a file has them too.
+    A parameter of a command has the name of the Python argument that it becomes. Settings of the recipe schema stay
+    where the command takes a recipe: a file has them too.
 
     Args:
         message: in which `` `name` `` or `name=` is an argument.
         parameters: of the command, as Click knows them.
     """
     options, flags = {}, {}
+    settings = recipes.Recipe.model_fields if any(each.metavar == "RECIPE" for each in parameters) else ()
     for each in parameters:
-        if each.name not in recipes.Recipe.model_fields:
+        if each.name not in settings:
             is_option = each.param_type_name == "option"
             options[each.name] = max(each.opts, key=len) if is_option else each.metavar
             if is_option and not each.is_flag:

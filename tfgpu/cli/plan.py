@@ -176,12 +176,9 @@ def _pretrained(options: Options, given: Mapping) -> Workload:
     if others:
         raise InputError(f"--pretrained has its own sizes. Received: --{others[0]}. Remove it.")
     decoder = known(options.pretrained)
-    if options.loss_chunk is not None:
-        whole_number("loss_chunk", options.loss_chunk)
+    sequence = 2048 if options.sequence is None else options.sequence
     names = ("lora", "weights", "flash_attention", "loss_chunk")
-    return decoder.workload(
-        options.sequence or 2048, options.precision, **{name: getattr(options, name) for name in names}
-    )
+    return decoder.workload(sequence, options.precision, **{name: getattr(options, name) for name in names})
 
 
 def _language_model(options: Mapping, shape: tuple, classes: int | None) -> Transformer:

@@ -106,14 +106,16 @@ class Decoder:
             loss_chunk: tokens whose logits are there at a time; None: as `tfgpu train finetune-text` chooses.
 
         Raises:
-            InputError: an unknown precision or kind of weights, or frozen weights without LoRA.
+            InputError: an unknown precision or kind of weights, frozen weights without LoRA, or a number below 1.
 
         Example:
             >>> work = known("gemma-2b").workload(1024, lora=8)
             >>> round(sum(block.trainable(1) for block in work.blocks))
             2727936
         """
-        whole_number("sequence", sequence)
+        for name, value in (("sequence", sequence), ("lora", lora), ("loss_chunk", loss_chunk)):
+            if value is not None or name == "sequence":
+                whole_number(name, value)
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
         if weights not in WEIGHTS:

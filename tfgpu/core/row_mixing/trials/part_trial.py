@@ -325,8 +325,6 @@ def _check_one_copies(whole: Recorder, more: Recorder) -> None:
             raise OneCopy(first.path)
 
 
-
-
 def _nudged(value):
     """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
     if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
