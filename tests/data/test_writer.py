@@ -310,7 +310,7 @@ def test_the_commands(tmp_path, out, capsys):
         (["write", source, out], "already has shards. Replace them with --overwrite"),
         (["write", "digts", out], "Did you mean 'digits'"),
         (["write", source, tmp_path / "new", "--shards", "0"], "whole number from 1"),
-        (["write", source, tmp_path / "new", "--image-size", "big"], "image_size"),
+        (["write", source, tmp_path / "new", "--image-size", "big"], "--image-size should"),
         (["write"], "`tfgpu data write --help`"),
         (["check", tmp_path], "No shards with an index"),
     ):
