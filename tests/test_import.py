@@ -132,21 +132,19 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that importing a module runs: those in functions and under TYPE_CHECKING are left out."""
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module but for those under TYPE_CHECKING or `__name__ == "__main__"`."""
     for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
         yield node
-        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for name in ("orelse",) if is_for_types else ("body", "handlers", "orelse", "finalbody"):
-            yield from run_on_import(getattr(node, name, []))
+        is_elsewhere = isinstance(node, ast.If) and re.search("TYPE_CHECKING|__name__", ast.unparse(node.test))
+        for name in ("orelse",) if is_elsewhere else ("body", "handlers", "orelse", "finalbody"):
+            yield from statements(getattr(node, name, []))
 
 
 def imported_modules(path: Path, known: set[str]) -> set[str]:
-    """The modules of tfgpu that importing a file imports."""
+    """The modules of tfgpu that a file imports, in its functions too."""
     found = set()
-    for node in run_on_import(ast.parse(path.read_text()).body):
+    for node in statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -40,3 +40,12 @@ def test_a_file_has_one_idea():
 def test_a_room_has_few_files():
     counts = Counter(path.parent.relative_to(PACKAGE) for path in FILES)
     assert not {str(room): count for room, count in counts.items() if count > MOST_FILES}
+
+
+def test_files_are_renamed_and_flushed_in_one_module():
+    """Every write is then whole after a crash, or not there: see `tfgpu.atomic`."""
+    forbidden = {f"os.{name}" for name in ("fsync", "fdatasync", "link", "rename", "renames", "replace")}
+    for path in FILES:
+        if path.name != "atomic.py":
+            used = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            assert not used & forbidden, path

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 OLD = ".old"
 """The end of an old folder's name while it is replaced in two steps."""
@@ -70,6 +71,31 @@ def put(aside: Path, target: Path, *, sync: bool = True) -> None:
         os.rename(aside, target)
     if sync:
         _flush_folder(target.parent)
+
+
+def rename(path: Path, name: str) -> Path:
+    """Gives a file or a folder another name in its folder, and flushes the folder's entry to the disk.
+
+    Args:
+        path: the file or folder.
+        name: its new name; nothing has it, or an empty folder, or a file where `path` is one.
+
+    Returns:
+        The new path.
+
+    Raises:
+        OSError: it could not be renamed; it still has its old name.
+    """
+    renamed = path.with_name(name)
+    os.rename(path, renamed)
+    _flush_folder(path.parent)
+    return renamed
+
+
+def flush(file: BinaryIO) -> None:
+    """Flushes what was written to an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_bytes(path: str | os.PathLike, content: bytes, *, sync: bool = True) -> None:
@@ -151,7 +177,7 @@ def _flush_all(path: Path) -> None:
 
 def _flush_file(path: Path) -> None:
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        flush(file)
 
 
 def _flush_folder(folder: Path) -> None:

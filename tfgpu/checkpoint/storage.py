@@ -158,9 +158,8 @@ def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None
     here = place_of(newest)
     for path in found(directory):
         if place_of(path) > here:
-            aside = path.with_name(path.name + ASIDE)
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(path, aside)
+            shutil.rmtree(path.with_name(path.name + ASIDE), ignore_errors=True)
+            aside = atomic.rename(path, path.name + ASIDE)
             _log.warning("%s is damaged, or from another run. It was renamed to %s.", path, aside.name)
     for path in found(directory)[keep:]:
         if place_of(path) != (best, 0):
@@ -177,12 +176,12 @@ def sweep(directory: Path) -> None:
 
 def _put_back(old: Path, path: Path) -> None:
     if old.exists() and not path.exists():
-        os.rename(old, path)
+        atomic.rename(old, path.name)
 
 
 def _remove(path: Path) -> None:
     """Renames a checkpoint, then deletes it: a half-deleted one must not appear among the others."""
-    gone = path.with_name(f".{path.name}.{os.getpid()}{_GONE}")
+    gone = f".{path.name}.{os.getpid()}{_GONE}"
     with contextlib.suppress(OSError):
-        os.rename(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        atomic.rename(path, gone)
+    shutil.rmtree(path.with_name(gone), ignore_errors=True)

@@ -8,7 +8,6 @@ bytes with the length of a JSON header, the header with each tensor's dtype, sha
 import hashlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from tfgpu import atomic
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.core.state.parts import Stored
 
@@ -61,8 +61,7 @@ def write(path: Path, tensors: list[Stored]) -> tuple[str, int]:
         for content in _contents(tensors):
             digest.update(content)
             file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        atomic.flush(file)
         return digest.hexdigest(), file.tell()
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import tensorflow as private
+from tfgpu.repairs.repair import Repair
 
 TIMEOUT_S = 60.0
 """Seconds within which a probe must answer; most take one."""
@@ -27,22 +28,18 @@ X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], "float32")
 Y = np.array([[1.0], [0.0], [2.0]], "float32")
 
 
-def ask(
-    names: Sequence[str] | None = None, *, timeout_s: float = TIMEOUT_S, at_once: int = 2
-) -> dict[str, bool | None]:
+def ask(repairs: Sequence[Repair], *, timeout_s: float = TIMEOUT_S, at_once: int = 2) -> dict[str, bool | None]:
     """Runs probes, each in a fork of this process, which must not have used a device yet.
 
     Args:
-        names: names of repairs; None takes all.
+        repairs: whose probes to run.
         timeout_s: for each probe, in seconds.
         at_once: how many run in parallel.
 
     Returns:
-        Whether each fault exists; None if its probe died or took too long.
+        Whether each fault exists, by the repair's name; None if its probe died or took too long.
     """
-    from tfgpu import repairs
-
-    waiting = [repair for repair in repairs.all_repairs() if names is None or repair.name in names]
+    waiting = list(repairs)
     found: dict[str, bool | None] = {repair.name: None for repair in waiting}
     fork, running = multiprocessing.get_context("fork"), {}
     while waiting or running:
@@ -142,4 +139,6 @@ def left_to_host(function, *specs: tf.TensorSpec) -> set[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(ask(sys.argv[1:] or None)))
+    from tfgpu.repairs import all_repairs
+
+    print(json.dumps(ask([repair for repair in all_repairs() if not sys.argv[1:] or repair.name in sys.argv[1:]])))

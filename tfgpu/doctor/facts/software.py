@@ -71,9 +71,9 @@ def _keras(**_) -> dict:
 
 
 def _repairs(**_) -> dict:
-    from tfgpu.repairs import probing
+    from tfgpu.repairs import all_repairs, probing
 
-    return probing.ask()
+    return probing.ask(all_repairs())
 
 
 def _patches(**_) -> dict:
