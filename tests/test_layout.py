@@ -47,5 +47,6 @@ def test_files_are_renamed_and_flushed_in_one_module():
     forbidden = {f"os.{name}" for name in ("fsync", "fdatasync", "link", "rename", "renames", "replace")}
     for path in FILES:
         if path.name != "atomic.py":
-            used = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            nodes = ast.walk(ast.parse(path.read_text()))
+            used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
             assert not used & forbidden, path

@@ -99,6 +99,7 @@ def test_an_optimizer_that_draws_keeps_the_replicas_equal_and_is_named(seed, cap
     assert caplog.text.count("The optimizer draws random numbers by tf.random") == 1
 
 
+@pytest.mark.sample("Samples")
 @pytest.mark.parametrize(("kind", "said"), [(Own, "`Own.train_step` draws"), (Samples, "it draws random numbers")])
 def test_a_step_that_draws_and_mixes_rows_keeps_the_replicas_equal_and_is_named(kind, said, caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):

@@ -416,7 +416,7 @@ def in_rows_of_twelve(y, p):
     return ops.sum(ops.square(y - p) * kept) / ops.maximum(ops.sum(kept), 1.0)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("function", "width", "needs"),
     [

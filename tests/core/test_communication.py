@@ -87,7 +87,7 @@ def embedded(strategy):
     return np.concatenate([w.ravel() for w in model.get_weights()]), counted["a_step"]
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_that_share_a_memory_sum_without_collectives(replicas):
     alone, _ = embedded(strategies.one_device("CPU:0"))

@@ -169,6 +169,7 @@ def test_an_if_on_a_tensor_is_refused_or_sees_the_whole_batch():
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.sample("Normalized")
 @pytest.mark.parametrize("kind", [OfData, Normalized])
 def test_a_condition_into_which_replicas_cannot_go_together_is_refused(kind):
     with pytest.raises(InputError, match="Replicas cannot communicate inside tf.cond"):

@@ -51,7 +51,11 @@ def trained(kind, strategy):
 
 @pytest.mark.parametrize(
     ("kind", "verdict"),
-    [(Equilibrium, verdicts.ON_ALL_ROWS), (Chooses, verdicts.ON_ALL_ROWS), (Halts, verdicts.BY_ROWS)],
+    [
+        (Equilibrium, verdicts.ON_ALL_ROWS),
+        pytest.param(Chooses, verdicts.ON_ALL_ROWS, marks=pytest.mark.slow),
+        (Halts, verdicts.BY_ROWS),
+    ],
 )
 def test_replicas_are_one_device(kind, verdict):
     strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])

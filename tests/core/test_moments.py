@@ -109,6 +109,7 @@ def test_the_second_call_of_a_layer_waits_for_the_first():
     assert calls == [node for node in stock if node.operation is shared]
 
 
+@pytest.mark.slow
 def test_a_group_has_one_collective_forward_and_one_backward():
     with gpu_way.gpu_way(), tracer.recording() as calls:
         trained(tfgpu.strategy("mirrored", devices=["CPU:1", "CPU:2"]), two_branches, rows=26)

@@ -337,7 +337,7 @@ def gathered(monkeypatch):
     return found
 
 
-@pytest.mark.sample("places")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(BY_ROWS))
 def test_what_gives_each_row_its_own_number_sends_nothing(name, gathered, caplog):
     check(BY_ROWS[name], replicas=(2,))

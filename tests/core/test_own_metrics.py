@@ -249,6 +249,7 @@ class Remembers(keras.losses.Loss):
         return weight * errors
 
 
+@pytest.mark.slow
 def test_a_loss_that_keeps_a_sum():
     check(loss=Remembers, replicas=(2,))
 

@@ -141,7 +141,7 @@ def check(make, replicas=2, **options):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.sample("center", "own")
+@pytest.mark.sample("center")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_replicas_predict_what_one_device_does(name):
     check(MODELS[name])

@@ -219,6 +219,7 @@ def test_what_a_function_would_do_with_large_and_small_gradients(kind, verdict, 
     assert is_named == (verdict == verdicts.NOT_AS_ONE)
 
 
+@pytest.mark.slow
 def test_marks_of_a_function(caplog):
     loop = Clipped(two_devices())
     with caplog.at_level(logging.WARNING, logger="tfgpu"):

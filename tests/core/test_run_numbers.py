@@ -294,6 +294,7 @@ def counted(way, replicas, traced):
     return [float(metric.result()) for metric in metrics]
 
 
+@pytest.mark.sample("rate-traced", "loss-eager")
 @pytest.mark.parametrize("traced", [lambda run: run, tf.function], ids=["eager", "traced"])
 @pytest.mark.parametrize(
     "way",

@@ -156,6 +156,7 @@ class OneAxis(layers.Layer):
         return x + ops.mean(ops.take(self.table, tf.constant([1, 1]), axis=0), axis=0)
 
 
+@pytest.mark.sample("one-row")
 @pytest.mark.parametrize(
     ("make", "batch", "words"),
     [

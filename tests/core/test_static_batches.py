@@ -36,7 +36,7 @@ def drawn(strategy, *, batch):
     return model.get_weights()[0].item()
 
 
-@pytest.mark.sample("8-2", "4-4")
+@pytest.mark.sample("8-2")
 @pytest.mark.parametrize("batch, replicas", [(8, 2), (8, 4), (4, 4)])
 def test_draws_of_a_static_shape_differ_by_row_as_on_one_device(batch, replicas):
     alone = drawn(strategies.one_device("CPU:0"), batch=batch)
@@ -71,7 +71,7 @@ def trained(strategy, *, batch, is_static):
     return model.get_weights()[0].item()
 
 
-@pytest.mark.sample("2-True", "4-False")
+@pytest.mark.sample("2-True")
 @pytest.mark.parametrize("is_static", [True, False])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_an_unreduced_loss_of_one_row_per_replica_is_a_sum(replicas, is_static):

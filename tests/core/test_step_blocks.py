@@ -57,6 +57,7 @@ def data(*, batches=7, is_known=True):
     return found if is_known else found.filter(lambda x, y: True)
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_last_block_ends_with_the_data(strategy, is_known):
     recorder, model = Recorder(), build(strategy)

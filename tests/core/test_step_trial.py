@@ -204,6 +204,7 @@ def test_what_an_update_would_do(kind, verdict, caplog):
     assert verdict_of(strategy) == verdict and "could not be tried" not in caplog.text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -66,6 +66,7 @@ def test_arrays_of_a_feature_that_is_not_there_are_ignored(counted, monkeypatch)
     training_state.restore_state(model, arrays, "the copy")
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_training_continues_from_its_copy(replicas):
     with strategies.mirrored(replicas).scope():

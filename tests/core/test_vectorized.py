@@ -86,7 +86,8 @@ def trained(kind, replicas):
     return [*model.get_weights(), *map(np.array, logs.values())]
 
 
-@pytest.mark.parametrize("kind", [PerExample, Mapped, pytest.param(Contractive, marks=pytest.mark.slow)])
+@pytest.mark.sample("PerExample")
+@pytest.mark.parametrize("kind", [PerExample, Mapped, Contractive])
 def test_replicas_are_one_device(kind, caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         spread = trained(kind, 2)

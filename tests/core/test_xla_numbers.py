@@ -141,7 +141,7 @@ def trained(strategy, kind, *, rows=22, axis=None, **compiled):
     return model.predict(x, verbose=0)
 
 
-@pytest.mark.sample("layers")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layers", "draws", "mixup"])
 def test_several_gpus_draw_by_keras_rule_as_one_that_xla_compiles(kind, monkeypatch):
     tfgpu.repair_keras()

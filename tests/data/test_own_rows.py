@@ -188,7 +188,8 @@ def counted(count, loads):
     return Examples("counted", np.arange(count) % 3, (6, 6, 3), ("a", "b", "c"), load=read, ahead=ahead, own=own)
 
 
-@pytest.mark.parametrize("stages, most", [(["flip"], 1.0), pytest.param(["mixup"], 1.9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages, most", [(["flip"], 1.0), (["mixup"], 1.9)])
 def test_a_worker_reads_its_share(stages, most):
     """Of 3 workers each reads a third. One that mixes reads the partners too, each example once a batch."""
     every = collections.Counter()

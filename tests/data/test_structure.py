@@ -137,6 +137,7 @@ def pictures(count=6, side=12):
     return images, y
 
 
+@pytest.mark.sample("stages1")
 @pytest.mark.parametrize(
     "stages", [["flip"], [("shift", {"fraction": 0.2, "fill": "constant"})], ["flip", "brightness"]]
 )

@@ -46,7 +46,7 @@ def predicted(strategy, make, rows, **how):
     return model.predict(X[:rows], batch_size=8, verbose=0)
 
 
-@pytest.mark.sample("16-4", "9-3")
+@pytest.mark.sample("9-3")
 @pytest.mark.parametrize("size", [3, 4, 8])
 @pytest.mark.parametrize("rows", [16, 37, 9, 1])
 def test_weights_come_once_a_batch(rows, size):

@@ -88,7 +88,7 @@ def trained(strategy, make):
     return [*made.get_weights(), np.array([*history.values()]), np.array(evaluated), made.predict(data, 8, 0, 3)]
 
 
-@pytest.mark.sample("shuffled", "unknown length", "generator")
+@pytest.mark.sample("unknown length", "generator")
 @pytest.mark.parametrize("name", DATA)
 def test_training_on_batches_that_are_read_ahead_is_the_same(name, strategy, monkeypatch):
     assert isinstance(read_ahead.read_ahead(strategy, DATA[name]()), read_ahead.ReadAhead)

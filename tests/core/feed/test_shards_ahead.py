@@ -58,7 +58,7 @@ def ahead(monkeypatch):
     return found
 
 
-@pytest.mark.sample("shuffled", "fewer rows than replicas")
+@pytest.mark.sample("fewer rows than replicas")
 @pytest.mark.parametrize("name", DATA)
 def test_training_on_shards_that_are_read_ahead_is_the_same(name, strategy, ahead, monkeypatch):
     one = trained(strategy, DATA[name])
