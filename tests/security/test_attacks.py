@@ -172,7 +172,7 @@ class Trap:
 
 
 def test_what_was_pickled_is_not_unpickled(tmp_path):
-    mark, where = tmp_path / "mark", cache.Place("a", tmp_path, "a")
+    mark, where = tmp_path / "mark", cache.place("a", [tmp_path], tmp_path)
     traps = np.array([Trap(mark)], dtype=object)
     kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
     where.examples.write_bytes(bytes(16))
@@ -217,7 +217,7 @@ def test_what_was_pickled_is_not_unpickled(tmp_path):
     ],
 )
 def test_a_file_that_is_no_cache_is_rebuilt(change, tmp_path):
-    where = cache.Place("a", tmp_path, "a")
+    where = cache.place("a", [tmp_path], tmp_path)
     kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
     kept |= {"skipped": np.zeros(0, str), "checksums": np.array([zlib.crc32(bytes(16))])}
     where.examples.write_bytes(bytes(16))
@@ -228,7 +228,7 @@ def test_a_file_that_is_no_cache_is_rebuilt(change, tmp_path):
 
 
 def test_a_cache_of_another_format_is_rebuilt(tmp_path):
-    where = cache.Place("a", tmp_path, "a")
+    where = cache.place("a", [tmp_path], tmp_path)
     head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<i8', 'fortran_order': False, 'shape': (1" + b"0" * 12 + b",), }"
     with zipfile.ZipFile(where.facts, "w") as file:
         file.writestr("labels.npy", head.ljust(127) + b"\n")  # eight terabytes, it says

@@ -187,7 +187,8 @@ def load(
 def _data(examples, parts, settings: epoch.Settings, feed: Feed, service: str | None) -> Data:
     count, order = epoch.order(examples, parts["train"], settings)
     _check_batch(examples, settings.global_batch, count)
-    counter, change = position.Counter(), epoch.change_of(examples, settings)
+    counter = position.Counter()
+    change = epoch.Change(settings, len(examples.class_names), epoch.gatherer(examples))
     spec = EpochSpec(examples, order, count, settings.global_batch, change)
     if service is None:
         train = batches(spec, counter.positions(), feed, next_epoch=lambda: counter.next)
@@ -253,17 +254,15 @@ def _check_smoothing(share: float, examples: Examples) -> None:
 
 
 def _stages(stages, examples: Examples) -> tuple[tuple[str, dict[str, Any]], ...]:
-    if stages == "auto" and isinstance(examples.shape, dict):
-        return ()
+    given, is_named = examples.structure, isinstance(examples.shape, dict)
     if stages == "auto":
-        stages = augmentations.parse_stages(augmentation.automatic(examples.name, examples.shape))
-    given = examples.structure
-    if stages and isinstance(examples.shape, dict):
+        automatic = () if is_named else augmentation.automatic(examples.name, examples.shape)
+        stages = augmentations.parse_stages(automatic)
+    if stages and is_named:
         raise InputError(
             f"`augment` needs one image per example. Received: {examples.name} with named inputs. Remove it."
         )
-    mixes = augmentations.mixes(stages)
-    if mixes and given is not None:
+    if augmentations.mixes(stages) and given is not None:
         raise InputError(
             f"MixUp and CutMix need one class per example and no sample weights, unlike {examples.name}. Remove them "
             "from `augment`."

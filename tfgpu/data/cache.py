@@ -30,7 +30,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu import atomic
-from tfgpu.data.examples import Examples
+from tfgpu.data.examples import Examples, mapped
 from tfgpu.errors import InputError, MachineError, unknown
 
 CHOICES = ("auto", "memory", "disk", "none")
@@ -58,33 +58,18 @@ def check(cache: str, directory: str | Path | None) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """The file names of one source's cache.
+    """The files of one source's cache, in a folder that exists.
 
     Args:
         name: the source's name.
-        directory: the folder, which exists.
-        stem: the file names without their suffixes.
+        examples, facts, verified, lock: their paths.
     """
 
     name: str
-    directory: Path
-    stem: str
-
-    @property
-    def examples(self) -> Path:
-        return self.directory / f"{self.stem}.examples"
-
-    @property
-    def facts(self) -> Path:
-        return self.directory / f"{self.stem}.npz"
-
-    @property
-    def verified(self) -> Path:
-        return self.directory / f"{self.stem}.verified"
-
-    @property
-    def lock(self) -> Path:
-        return self.directory / f"{self.stem}.lock"
+    examples: Path
+    facts: Path
+    verified: Path
+    lock: Path
 
 
 def place(name: str, paths: Sequence[Path], directory: str | Path, *settings: object) -> Place:
@@ -105,7 +90,8 @@ def place(name: str, paths: Sequence[Path], directory: str | Path, *settings: ob
         digest.update(repr((str(path.resolve()), facts.st_size, facts.st_mtime_ns)).encode())
     if not paths:
         raise InputError(f"{name} has no known files, so it cannot be cached on disk. Use cache='memory'.")
-    return Place(name, made(directory), f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{digest.hexdigest()}")
+    stem = made(directory) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{digest.hexdigest()}"
+    return Place(name, *(Path(f"{stem}.{end}") for end in ("examples", "npz", "verified", "lock")))
 
 
 def made(directory: str | Path) -> Path:
@@ -142,20 +128,12 @@ def _open(where: Place, *, verify: bool) -> Examples | None:
             return None
     except _DAMAGED:
         return None
-    path = str(where.examples.absolute())
-
-    def stored() -> tf.Tensor:
-        with tf.device("CPU:0"):
-            return tf.raw_ops.ImmutableConst(
-                dtype=tf.as_dtype(dtype), shape=(len(labels), *shape), memory_region_name=path
-            )
-
     return Examples(
         where.name,
         labels,
         shape,
         class_names,
-        stored=stored,
+        stored=mapped(where.examples, dtype, (len(labels), *shape)),
         own={name.removeprefix("own/"): kept[name] for name in kept if name.startswith("own/")},
         skipped=skipped,
         copies=kept.get("copies"),
@@ -180,11 +158,11 @@ def write(where: Place, examples: Examples) -> Examples:
         )
         dtype = loaded.element_spec.dtype.as_numpy_dtype
         size = len(examples.labels) * np.dtype(dtype).itemsize * int(np.prod(examples.shape))
-        free = shutil.disk_usage(where.directory).free
+        free = shutil.disk_usage(where.facts.parent).free
         if size > free:
             raise MachineError(
-                f"cache_directory {str(where.directory)!r} has no room for {size / 2**30:.1f} GiB of decoded examples. "
-                f"Free: {free / 2**30:.1f} GiB. Use another directory or cache='none'."
+                f"cache_directory {str(where.facts.parent)!r} has no room for {size / 2**30:.1f} GiB of decoded "
+                f"examples. Free: {free / 2**30:.1f} GiB. Use another directory or cache='none'."
             )
         _log.info("%s: writing %.1f GiB of decoded examples to %s.", where.name, size / 2**30, where.examples)
         checksums = []

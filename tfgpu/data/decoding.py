@@ -198,8 +198,10 @@ def _examine(files: Files, reading: Reading) -> Examples:
     if not len(own["train"]):
         raise InputError(f"{files.name}: none of its training examples can be read. Check the files.")
     facts = {"labels": labels, "shape": shape, "class_names": class_names, "own": own, "skipped": lost}
+    with tf.device("CPU:0"):
+        good = tf.constant(survey.good)
     if files.encoded is not None and channels:
-        facts["encoded"] = _encoded(files, survey.good)
+        facts["encoded"] = lambda place: files.encoded(tf.gather(good, place))
     if whole:
         facts["copies"] = splits.same(survey.digests)
     array = None if None in shape else survey.stacked(channels)
@@ -211,8 +213,9 @@ def _examine(files: Files, reading: Reading) -> Examples:
             f"{reading.memory_bytes}. Increase it, or use cache='auto' or 'disk'."
         )
     as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels + files.planes}
-    load, where = _loader(files, survey.good, shape, 0 if as_they_are else channels, reading)
-    facts["ahead"] = _ahead(files, survey.good)
+    load, where = _loader(files, good, shape, 0 if as_they_are else channels, reading)
+    if files.ahead is not None:
+        facts["ahead"] = lambda places: files.ahead(tf.gather(good, places))
     return Examples(files.name, load=load, where=None if whole else where, **facts)
 
 
@@ -340,33 +343,16 @@ def _readable(files: Files, size, whole: bool):
     yield from read_all.ignore_errors().as_numpy_iterator()
 
 
-def _encoded(files: Files, good):
-    with tf.device("CPU:0"):
-        chosen = tf.constant(good)
-    return lambda place: files.encoded(tf.gather(chosen, place))
-
-
-def _ahead(files: Files, good):
-    if files.ahead is None:
-        return None
-    with tf.device("CPU:0"):
-        chosen = tf.constant(good)
-
-    return lambda places: files.ahead(tf.gather(chosen, places))
-
-
-def _loader(files: Files, good, shape, channels: int, reading: Reading):
+def _loader(files: Files, good: tf.Tensor, shape, channels: int, reading: Reading):
     """Makes the functions that read and that name the example at a position among the good ones.
 
     Every operation costs some microseconds per example, compared with 300 for a small JPEG (measured), so unneeded ones
     are left out; `channels` is 0 if all examples have the right number.
     """
-    with tf.device("CPU:0"):
-        chosen = tf.constant(good)
     whole = len(good) == files.count
 
     def index(place):
-        return place if whole else tf.gather(chosen, place)
+        return place if whole else tf.gather(good, place)
 
     def load(place):
         x = files.read(index(place))[0]

@@ -42,11 +42,6 @@ def order(examples: Examples, indices: np.ndarray, settings: Settings) -> tuple[
     return len(indices), lambda epoch: position.order(indices, seed=seed, epoch=epoch) if settings.shuffle else indices
 
 
-def change_of(examples: Examples, settings: Settings) -> Callable:
-    """Returns the function that augments a batch of training examples and smooths its labels."""
-    return Change(settings, len(examples.class_names), gatherer(examples))
-
-
 def gatherer(examples: Examples) -> Callable | None:
     """The function `(x, index)` -> inputs, targets and sample weights; None where those are the examples' classes."""
     if examples.structure is None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data.structure.arrays import Structure, Task, has_numbers, numbers
+from tfgpu.data.structure.arrays import Structure, Task, check_finite, has_numbers, numbers
 from tfgpu.errors import InputError
 
 
@@ -83,6 +84,18 @@ class Examples:
             return self.load(index)
         with tf.device("CPU:0"):
             return tf.ensure_shape(tf.gather(self.held(), index), self.decoded_shape)
+
+
+def mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> Callable[[], tf.Tensor]:
+    """Returns the function that maps a file of numbers into memory, as `Examples.stored`."""
+
+    def stored() -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return tf.raw_ops.ImmutableConst(
+                dtype=tf.as_dtype(dtype), shape=shape, memory_region_name=str(path.absolute())
+            )
+
+    return stored
 
 
 def from_arrays(
@@ -199,12 +212,7 @@ def features(x: np.ndarray, *, name: str, first: int = 0) -> np.ndarray:
         return x.astype(np.float32)
     if x.dtype.kind == "f":
         x = x.astype(np.float32)
-        if not np.isfinite(x).all():
-            row = int(np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))[0])
-            raise InputError(
-                f"{name}: x must be finite. Received: NaN or Inf in example {first + row} (the first is 0). "
-                "Remove or correct it."
-            )
+        check_finite(f"{name}: x", x, first)
     elif x.dtype.kind == "b":
         x = x.astype(np.float32)
     elif x.dtype.kind not in "iu":

@@ -261,8 +261,8 @@ def check_files(folder: str | Path, listed: Manifest, *, checksums: bool = False
         check_shard(folder / shard.file, shard, checksum=checksums)
 
 
-def check_shard(path: Path, shard: Shard, *, checksum: bool = False) -> None:
-    """Raises `InputError` if a file does not match the index."""
+def check_shard(path: Any, shard: Shard, *, checksum: bool = False) -> None:
+    """Raises `InputError` if a file, a `Path` or a `RemoteFile`, does not match the index."""
     fix = f"Copy it again from the original, or write the shards again. ({FILE} has the expected values.)"
     if not path.is_file():
         raise InputError(f"The shard {path} is missing. {fix}")

@@ -10,19 +10,14 @@ from tfgpu.errors import InputError, unknown
 TASKS = ("classification", "regression")
 
 _CHOICES = (
-    *(
-        "digits",
-        "tfds:NAME",
-        "a folder of images by class",
-        "a .tfrecord, .csv, .parquet or .npz file",
-        "module:function",
-    ),
+    *("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord, .csv, .parquet or .npz file"),
+    "module:function",
     *("images:TABLE.csv#COLUMN", "coco:FILE.json#FOLDER", "masks:FOLDER"),
     *("corpus:PATH", "s3://BUCKET/FOLDER/"),
 )
 _PICTURES = ("images", "coco", "masks")
 _TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
-_TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
+TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 _TFDS = re.compile(r"\w+(?:/[\w.\-]+)?(?::(?:[\d*]+(?:\.[\d*]+)*|experimental_latest))?")
 _URL = re.compile(r"(?!file:)[a-z][a-z0-9+.\-]*://.")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -33,10 +28,9 @@ class SourceName:
     """A parsed `--data` argument.
 
     Attributes:
-        kind: digits, tfds, function, records, csv, parquet, npz, images, coco, masks, corpus,
-            folder or remote.
+        kind: digits, tfds, function, records, csv, parquet, npz, images, coco, masks, corpus, folder or remote.
         value: the path or the name.
-        label: what stands after the #, if anything: the label columns of a table, the folder of pictures.
+        label: the text after the #, if any: the label columns of a table, or the folder of pictures.
     """
 
     kind: str
@@ -48,11 +42,11 @@ def parse_source(text: str) -> SourceName:
     """Finds out what kind of source a text names. Looks at the disk, but reads no data.
 
     Args:
-        text: `"digits"`, `"tfds:NAME"`, `"corpus:PATH"` (plain text),
-            `"images:TABLE.csv#COLUMN"`, `"coco:FILE.json#FOLDER"`, `"masks:FOLDER"`, `"module:function"`, a folder of
-            images by class, or a file, glob or folder of `.tfrecord`, `.csv`, `.parquet` or `.npz` files, also a remote
-            one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:` sets the format of files with other
-            extensions; the suffix `#COLUMN` names a table's label, and `#COLUMN,COLUMN` several targets.
+        text: `"digits"`, `"tfds:NAME"`, `"corpus:PATH"` (plain text), `"images:TABLE.csv#COLUMN"`,
+            `"coco:FILE.json#FOLDER"`, `"masks:FOLDER"`, `"module:function"`, a folder of images by class, or a file,
+            glob or folder of `.tfrecord`, `.csv`, `.parquet` or `.npz` files, also a remote one
+            (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:` sets the format of files with other extensions;
+            the suffix `#COLUMN` names a table's label, and `#COLUMN,COLUMN` several targets.
 
     Returns:
         The kind and the value: a path, a tfds name, or `module:function`.
@@ -157,10 +151,10 @@ def _table(text: str) -> SourceName | None:
         value, label = f"{value}#{label}", None
     path = Path(value).expanduser()
     if kind is None and path.is_dir():
-        found = (kind for end, kind in _TABLE_ENDS.items() if _holds(path, end) and not _holds(path, ".tfrecord"))
+        found = (kind for end, kind in TABLE_ENDS.items() if _holds(path, end) and not _holds(path, ".tfrecord"))
         kind = next(found, None)
     elif kind is None:
-        kind = next((kind for end, kind in _TABLE_ENDS.items() if path.name.lower().endswith(end)), None)
+        kind = next((kind for end, kind in TABLE_ENDS.items() if path.name.lower().endswith(end)), None)
     return SourceName(kind, str(path), label) if kind else None
 
 

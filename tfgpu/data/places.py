@@ -1,6 +1,7 @@
 """Random access to the records of TFRecord files, by where each record begins."""
 
 import copy
+import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,12 +53,7 @@ class Index:
 
     def _scan(self, path: Path) -> tuple[list[int], bool]:
         with open(path, "rb") as file:
-
-            def read(place: int, length: int) -> bytes:
-                file.seek(place)
-                return file.read(length)
-
-            return scan(path, path.stat().st_size, read)
+            return scan(path, path.stat().st_size, lambda place, length: os.pread(file.fileno(), length, place))
 
     def _put(self, offsets: np.ndarray, file_of: np.ndarray, places: np.ndarray) -> None:
         self.offsets, self.file_of, self.places = offsets, file_of, places
@@ -87,15 +83,8 @@ class Index:
 
     def where(self, i: tf.Tensor) -> tf.Tensor:
         """Describes record `i`: its number in its file, from 0, and the file."""
-        return tf.strings.join(
-            [
-                "record ",
-                tf.strings.as_string(self._places[i]),
-                " of ",
-                self._paths[self._file_of[i]],
-                " (the first is 0)",
-            ]
-        )
+        number, path = tf.strings.as_string(self._places[i]), self._paths[self._file_of[i]]
+        return tf.strings.join(["record ", number, " of ", path, " (the first is 0)"])
 
 
 def scan(path: Any, size: int, read: Callable[[int, int], bytes]) -> tuple[list[int], bool]:

@@ -6,7 +6,6 @@ of replicas, therefore sees the same examples in the same order with the same au
 
 import copy
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -23,8 +22,8 @@ class Counter:
 
     Attributes:
         next: the epoch of the next iteration of the training data, from 0.
-        step: the batch with which the next iteration begins; the one after it begins with the first again.
-        begins_anywhere: whether iterations can begin with another batch than the first, without reading those before.
+        step: the first batch of the next iteration; later iterations begin with batch 0.
+        begins_anywhere: whether iterations can begin with a later batch, without reading the earlier ones.
     """
 
     def __init__(self):
@@ -33,12 +32,6 @@ class Counter:
         self._one_at_a_time = threading.Lock()
 
     def take(self) -> int:
-        """Returns the next epoch's number and advances."""
-        with self._one_at_a_time:
-            self.next, self.step = self.next + 1, 0
-            return self.next - 1
-
-    def take_position(self) -> int:
         """Returns the next iteration's epoch and first batch as one number (see `parted`), and advances."""
         with self._one_at_a_time:
             epoch, step = self.next, self.step
@@ -46,9 +39,9 @@ class Counter:
             return epoch | step << _EPOCH_BITS
 
     def positions(self) -> tf.data.Dataset:
-        """As `epochs`, of sources that are read by place: epoch and first batch as one number (see `parted`)."""
+        """Like `epochs`, for sources that are read by place: iterations can begin with any batch (see `parted`)."""
         self.begins_anywhere = True
-        return self._taken(self.take_position)
+        return self.epochs()
 
     def epochs(self) -> tf.data.Dataset:
         """Makes a dataset of one element, the number of the epoch that starts with this iteration.
@@ -60,11 +53,8 @@ class Counter:
         a constant.
         """
 
-        return self._taken(self.take)
-
-    def _taken(self, take_next: Callable[[], int]) -> tf.data.Dataset:
         def take(_) -> np.int64:
-            return np.int64(take_next())
+            return np.int64(self.take())
 
         def start(n: tf.Tensor) -> tf.Tensor:
             return tf.ensure_shape(tf.numpy_function(take, [n], tf.int64, stateful=False), [])
@@ -95,13 +85,13 @@ class Epochs:
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes epoch number `epoch` (from 0) the next iteration of `train`, as a resumed run needs.
 
-        With `step`, that iteration begins with batch number `step` (from 0), and nothing of those before is read.
+        With `step`, that iteration begins with batch number `step` (from 0); earlier batches are not read.
 
         A training loop that seeks at the start of each epoch is exact even if something has read from `train` before.
 
         Raises:
-            InputError: `epoch` or `step` is not a whole number from 0, or batches of this source are made one after
-                another.
+            InputError: `epoch` or `step` is not a whole number from 0, or the batches of this source are made in
+                sequence.
         """
         epoch, step = whole_number("epoch", epoch, minimum=0), whole_number("step", step, minimum=0)
         if step and not self._counter.begins_anywhere:

@@ -187,29 +187,25 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
     arrived: queue.Queue = queue.Queue(maxsize=2)
     stop = threading.Event()
     threading.Thread(target=_fetch, args=(epoch, service, arrived, stop), daemon=True).start()
-    waiting, step, here, patience = {}, 0, 0, patience_s
-    is_open = True
+    waiting, step, here, patience, is_open = {}, 0, 0, patience_s, True
     try:
         while step < epoch.steps:
             if step in waiting:
                 yield waiting.pop(step)
-            elif is_open and len(waiting) < ahead:
+                step += 1
+                continue
+            if is_open and len(waiting) < ahead:
                 try:
                     number, batch = arrived.get(timeout=patience)
-                except queue.Empty:
-                    _log.warning("No batch from %s in %g s. This process makes the next one.", service, patience)
-                    patience = min(1.0, patience)  # until one arrives: the next ones are unlikely to be faster
-                else:
                     patience, is_open = patience_s, number is not None
                     if is_open and number >= step:
                         waiting[number] = batch
                     continue
-                yield epoch.make(step)
-                here += 1
-            else:
-                yield epoch.make(step)
-                here += 1
-            step += 1
+                except queue.Empty:
+                    _log.warning("No batch from %s in %g s. This process makes the next one.", service, patience)
+                    patience = min(1.0, patience)  # until one arrives: the next ones are unlikely to be faster
+            yield epoch.make(step)
+            here, step = here + 1, step + 1
     finally:
         stop.set()
         if here:
@@ -228,12 +224,8 @@ def _fetch(epoch: Epoch, service: str, arrived: queue.Queue, stop: threading.Eve
                 return
     except Exception as error:  # otherwise the reader would wait for a dead thread
         told = next(iter(str(error).splitlines()), "")[:300]
-        _log.warning(
-            "tf.data service %s: %s: %s. This process makes the rest of the epoch.",
-            service,
-            type(error).__name__,
-            told,
-        )
+        rest = "This process makes the rest of the epoch."
+        _log.warning("tf.data service %s: %s: %s. %s", service, type(error).__name__, told, rest)
     _put(arrived, (None, None), stop)
 
 

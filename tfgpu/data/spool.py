@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
-from tfgpu.data.examples import Examples, features, from_arrays, labeled
+from tfgpu.data.examples import Examples, features, from_arrays, labeled, mapped
 from tfgpu.data.records import Index
 from tfgpu.data.splits import PARTS, first_of
 from tfgpu.errors import InputError, MachineError
@@ -63,14 +63,8 @@ def keep_rows(
         x = np.concatenate(rows.chunks)
         return from_arrays(x, y, name=name, own=own, class_names=class_names, task=reading.task)
     labels, class_names, structure = labeled(y, name=name, class_names=class_names, task=reading.task)
-    shape, dtype, path = rows.shape, rows.dtype, str(rows.path)
-
-    def stored() -> tf.Tensor:
-        with tf.device("CPU:0"):
-            return tf.raw_ops.ImmutableConst(dtype=dtype, shape=(len(labels), *shape), memory_region_name=path)
-
-    copies = rows.finish()
-    return Examples(name, labels, shape, class_names, stored=stored, own=own, copies=copies, structure=structure)
+    copies, stored = rows.finish(), mapped(rows.path, rows.dtype, (len(labels), *rows.shape))
+    return Examples(name, labels, rows.shape, class_names, stored=stored, own=own, copies=copies, structure=structure)
 
 
 def keep_images(
@@ -125,8 +119,7 @@ class _SpooledRows:
         self._name, self._memory_bytes = name, memory_bytes
         self._size, self._digests, self._file = 0, [], None
         self.chunks: list[np.ndarray] = []
-        self.count, self.path = 0, None
-        self.shape, self.dtype = None, None
+        self.count, self.path, self.shape, self.dtype = 0, None, None, None
 
     def add(self, x: np.ndarray) -> None:
         x = features(x, name=self._name, first=self.count)
@@ -152,8 +145,7 @@ class _SpooledRows:
     def finish(self) -> np.ndarray:
         """Closes the file; returns, for each row, the index of the first row that equals it."""
         self._file.close()
-        digests = np.frombuffer(b"".join(self._digests), np.int64)
-        return first_of(digests)
+        return first_of(np.frombuffer(b"".join(self._digests), np.int64))
 
 
 class _Images:

@@ -22,6 +22,7 @@ Stages (options and defaults; fractions are of the image's side unless stated ot
 clips them. Every random number depends on (seed, epoch, position in the epoch).
 """
 
+import functools
 import math
 
 import tensorflow as tf
@@ -161,8 +162,7 @@ def _blocks(stages):
     """Groups adjacent geometric stages with the same fill; every other stage is alone."""
     blocks: list[list] = []
     for stage in stages:
-        joins = blocks and all(_joinable(other, stage) for other in blocks[-1])
-        if joins:
+        if blocks and all(_joinable(other, stage) for other in blocks[-1]):
             blocks[-1].append(stage)
         else:
             blocks.append([stage])
@@ -179,20 +179,8 @@ def _factor(options, numbers, stream):
     return 1.0 + geometry.spread(numbers.uniform(1, stream=stream)[:, 0], options["fraction"])
 
 
-def _brightness(images, options, numbers, stream, rows):
-    return color.brighten(images, of_rows(_factor(options, numbers, stream), rows))
-
-
-def _contrast(images, options, numbers, stream, rows):
-    return color.contrast(images, of_rows(_factor(options, numbers, stream), rows))
-
-
-def _saturation(images, options, numbers, stream, rows):
-    return color.saturate(images, of_rows(_factor(options, numbers, stream), rows))
-
-
-def _hue(images, options, numbers, stream, rows):
-    return color.turn_hue(images, of_rows(_factor(options, numbers, stream) - 1.0, rows))
+def _colored(change, images, options, numbers, stream, rows):
+    return change(images, of_rows(_factor(options, numbers, stream), rows))
 
 
 def _noise(images, options, numbers, stream, rows):
@@ -209,10 +197,10 @@ def _cutout(images, options, numbers, stream, rows):
 
 
 _PIXEL_STAGES = {
-    "brightness": _brightness,
-    "contrast": _contrast,
-    "saturation": _saturation,
-    "hue": _hue,
+    "brightness": functools.partial(_colored, color.brighten),
+    "contrast": functools.partial(_colored, color.contrast),
+    "saturation": functools.partial(_colored, color.saturate),
+    "hue": functools.partial(_colored, lambda images, factor: color.turn_hue(images, factor - 1.0)),
     "noise": _noise,
     "cutout": _cutout,
 }

@@ -40,24 +40,25 @@ def centered(matrices: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     return matrix(ones, 1, 0, middle_x, 0, 1, middle_y) @ matrices @ matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
 
 
-def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str) -> tf.Tensor:
-    """Resamples each image by its own matrix, with bilinear interpolation.
+def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str, interpolation: str = "BILINEAR") -> tf.Tensor:
+    """Resamples each image by its own matrix.
 
     Args:
         images: float32 [batch, height, width, channels].
         matrices: float32 [batch, 3, 3]; each maps an output pixel (x, y, 1) to the input pixel that it shows, counted
             from the corner (see `centered`).
         fill: how to fill beyond the border: `constant` (0), `reflect` or `nearest`.
+        interpolation: `BILINEAR` or `NEAREST`.
 
     Returns:
-        float32, the same shape.
+        The same dtype and shape.
     """
     return tf.raw_ops.ImageProjectiveTransformV3(
         images=images,
         transforms=tf.reshape(matrices, [-1, 9])[:, :8],
         output_shape=tf.shape(images)[1:3],
         fill_value=0.0,
-        interpolation="BILINEAR",
+        interpolation=interpolation,
         fill_mode=fill.upper(),
     )
 

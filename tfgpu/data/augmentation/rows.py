@@ -1,8 +1,8 @@
 """Some rows of a batch, changed as they are in the whole batch, to the bit.
 
-What is drawn for each example, and what is computed of it, is small: it is made for the whole batch, and the rows are
-taken from it. Less would not do, because TensorFlow rounds the last bit of a sine or a product by the place in a
-tensor. Only images are made for the rows alone.
+Random numbers, and what is computed from them, are small: they are made for the whole batch, and the rows are taken
+from them. Making them for the rows alone would change bits: how TensorFlow rounds a sine or a product depends on its
+place in the tensor. Only images are made for the rows alone.
 """
 
 import tensorflow as tf

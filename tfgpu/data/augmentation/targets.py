@@ -1,6 +1,6 @@
-"""Boxes and masks that move with their images: what a geometric stage does to a picture is done to them.
+"""Boxes and masks that move with their images in geometric stages.
 
-They are named as Keras names them, in a dict of targets:
+They have Keras's names, in a dict of targets:
 
     {"bounding_boxes": {"boxes": ..., "labels": ...}, "segmentation_masks": ..., "labels": ...}
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfgpu.data.augmentation import geometry
 from tfgpu.errors import InputError
 
 BOXES, MASKS = "bounding_boxes", "segmentation_masks"
@@ -70,14 +71,7 @@ def follow(targets: Any, matrices: tf.Tensor, fill: str, shape: tf.Tensor) -> An
 
 def _moved_masks(masks: tf.Tensor, matrices: tf.Tensor, fill: str) -> tf.Tensor:
     planes = masks[..., None] if masks.shape.rank == 3 else masks
-    moved = tf.raw_ops.ImageProjectiveTransformV3(
-        images=planes,
-        transforms=tf.reshape(matrices, [-1, 9])[:, :8],
-        output_shape=tf.shape(planes)[1:3],
-        fill_value=0.0,
-        interpolation="NEAREST",
-        fill_mode=fill.upper(),
-    )
+    moved = geometry.warp(planes, matrices, fill, "NEAREST")
     return tf.ensure_shape(moved[..., 0] if masks.shape.rank == 3 else moved, masks.shape)
 
 

@@ -11,32 +11,31 @@ import tensorflow as tf
 from tfgpu.data import manifest, records, tables
 from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples
-from tfgpu.data.names import SourceName
+from tfgpu.data.names import TABLE_ENDS, SourceName
 from tfgpu.data.places import FOOT, HEAD, Index, masked, scan
 from tfgpu.data.storage.remote_files import Remote, RemoteFile, Storage
 from tfgpu.errors import InputError, MachineError
 
 _AHEAD = 8  # blocks to fetch ahead while files are scanned
-_TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 
 
 def open_remote(source: str | Remote, reading: Reading) -> Examples:
     """Opens a URL as examples.
 
-    TFRecord shards are read by place, block by block: nothing is fetched that no example of a batch needs, but for the
-    rest of its blocks. Tables are read through once.
+    TFRecord shards are read at random, in blocks: only blocks that hold an example of a batch are fetched. Tables are
+    read once from start to end.
 
     Args:
         source: the URL, or `Remote` with its settings.
         reading: how to read files.
 
     Raises:
-        InputError: no such files, or files that cannot be read so.
+        InputError: no such files, or files that cannot be read this way.
         MachineError: a package is missing, or the server does not answer.
     """
     remote = source if isinstance(source, Remote) else Remote(source)
     plain, _, label = remote.url.partition("#")
-    kind = next((kind for end, kind in _TABLES.items() if plain.lower().endswith(end)), None)
+    kind = next((kind for end, kind in TABLE_ENDS.items() if plain.lower().endswith(end)), None)
     storage = Storage(dataclasses.replace(remote, url=plain))
     if kind is not None:
         return _tables(storage, kind, label or None, reading)
@@ -58,15 +57,11 @@ def _shards(storage: Storage) -> tuple[list[RemoteFile], manifest.Manifest | Non
         files = list(storage.threads.map(storage.file, [f"{folder}/{shard.file}" for shard in listed.shards]))
     else:
         files = storage.files(".tfrecord")
-    sizes = {} if listed is None else {shard.file: shard.bytes for shard in listed.shards}
-    if not {file.name for file in files} <= sizes.keys():
+    shards = {} if listed is None else {shard.file: shard for shard in listed.shards}
+    if not {file.name for file in files} <= shards.keys():
         return files, None
     for file in files:
-        if file.size != sizes[file.name]:
-            raise InputError(
-                f"The shard {file} is damaged: it has {file.size} bytes, not {sizes[file.name]}. Copy it again from "
-                f"the original, or write the shards again. ({manifest.FILE} has the expected values.)"
-            )
+        manifest.check_shard(file, shards[file.name])
     return files, listed
 
 
@@ -122,7 +117,7 @@ class RemoteIndex(Index):
         return tf.ensure_shape(tf.numpy_function(self._read, [i], tf.string, stateful=False), [])
 
     def ahead(self, indices: tf.Tensor) -> tf.Tensor:
-        """Begins to fetch the records at some indices; returns these."""
+        """Begins to fetch the records at some indices; returns the indices."""
         return tf.ensure_shape(tf.numpy_function(self._begin, [indices], tf.int64, stateful=False), indices.shape)
 
     def _begin(self, indices: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Arrays beside the classes of examples: numbers to predict, named inputs and targets, sample weights.
 
-They lie in memory and are gathered by index when a batch is made, so
-order, splits and each worker's own rows are those of every source.
+They are kept in memory and gathered by index when a batch is made, so order, splits and each worker's rows are the same
+as for any other source.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ class Structure:
     planes: int = 0
 
     def gatherer(self) -> Callable[[tf.Tensor], tuple[Any, Any, Any]]:
-        """Returns a function from indices to inputs, targets and weights; None for what there is not."""
+        """Returns a function from indices to inputs, targets and weights; None for what is missing."""
 
         def reader(values: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
             with tf.device("CPU:0"):
@@ -56,7 +56,7 @@ class Structure:
         return gather
 
     def joined(self, *others: "Structure") -> "Structure":
-        """This structure's rows, and then those of others; raises `ValueError` or `TypeError` if they do not match."""
+        """This structure's rows, followed by the others'; raises `ValueError` or `TypeError` if they do not match."""
         found = []
         for each in zip(*(one.all() for one in (self, *others)), strict=True):
             if any(one is None for one in each) and not all(one is None for one in each):
@@ -73,7 +73,7 @@ Task = str | Mapping[str, str] | None
 
 
 def check_task(task: Task) -> None:
-    """Raises `InputError` for an unknown task, of all labels or of those of one name."""
+    """Raises `InputError` for an unknown task, of all labels or of one target."""
     for each in task.values() if isinstance(task, Mapping) else (task,):
         if each is not None and each not in TASKS:
             raise unknown("task", each, TASKS)
@@ -94,12 +94,12 @@ def has_numbers(y: np.ndarray, task: Task, name: str) -> bool:
 
     Args:
         y: the labels.
-        task: what the user said; None finds out: floats that are not all whole, or several a row.
+        task: what the user gave; None decides by the labels: floats that are not all whole, or several per row.
         name: the source's name, for errors.
 
     Raises:
-        InputError: rows that look like one-hot classes, where nothing was said; no numbers for regression; texts among
-            numbers.
+        InputError: rows that look like one-hot classes, without a task; labels that are not numbers, for regression;
+            texts among numbers.
 
     Example:
         >>> has_numbers(np.array([1.0, 2.0]), None, "a"), has_numbers(np.array([1.0, 2.5]), None, "a")
@@ -142,7 +142,7 @@ def _check_texts(y: np.ndarray, task: str | None, name: str) -> None:
 
 
 def number_of(text: Any) -> float:
-    """The number that a text spells; NaN if none.
+    """The number that a text spells, else NaN.
 
     Example:
         >>> number_of("2.5"), number_of("cheap")
@@ -159,21 +159,26 @@ def numbers(y: np.ndarray, task: str | None, name: str) -> np.ndarray:
 
     Args:
         y: rows of numbers.
-        task: what was said of them.
-        name: the source's, for errors.
-        first: the number of the first row, for errors.
+        task: the task that was given for them.
+        name: the source's name, for errors.
 
     Raises:
-        InputError: no numbers, or NaN or Inf.
+        InputError: values that are not numbers, or NaN or Inf.
     """
     if y.dtype.kind not in "fiub":
         raise InputError(f"{name}: named targets must be numbers. Received: {y.dtype}. Number the classes from 0.")
     if y.dtype.kind != "f" and task != "regression":
         return y if y.dtype == np.uint8 and y.ndim > 2 else y.astype(np.int64)
     y = y.astype(np.float32)
-    if not np.isfinite(y).all():
-        row = int(np.flatnonzero(~np.isfinite(y).reshape(len(y), -1).all(1))[0])
-        raise InputError(
-            f"{name}: y must be finite. Received: NaN or Inf in example {row} (the first is 0). Remove or correct it."
-        )
+    check_finite(f"{name}: y", y)
     return y
+
+
+def check_finite(what: str, rows: np.ndarray, first: int = 0) -> None:
+    """Raises `InputError` for NaN or Inf; `first` is the number of the first row."""
+    is_finite = np.isfinite(rows).reshape(len(rows), -1).all(1)
+    if not is_finite.all():
+        raise InputError(
+            f"{what} must be finite. Received: NaN or Inf in example {first + int(is_finite.argmin())} (the first is "
+            "0). Remove or correct it."
+        )
