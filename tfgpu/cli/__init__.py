@@ -42,12 +42,8 @@ _INTERRUPTED = 130
 app = typer.Typer(
     cls=screen.Group,
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu train digits\n\n"
-        "tfgpu run train.py --epochs 3\n\n"
-        "tfgpu launch -n 4 train.py\n\n"
-        "tfgpu doctor"
+    epilog=screen.examples(
+        "tfgpu train digits", "tfgpu run train.py --epochs 3", "tfgpu launch -n 4 train.py", "tfgpu doctor"
     ),
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -24,11 +24,8 @@ _NAME = 24
     cls=screen.Command,
     short_help="Compare runs side by side, or their weights one by one.",
     help="Print a table of runs, and write a page with their curves; with --json, print JSON only.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu compare runs/a runs/b\n\n"
-        "tfgpu compare runs/* --output all.html\n\n"
-        "tfgpu compare runs/a runs/b --json"
+    epilog=screen.examples(
+        "tfgpu compare runs/a runs/b", "tfgpu compare runs/* --output all.html", "tfgpu compare runs/a runs/b --json"
     ),
 )
 def compare(
@@ -70,12 +67,7 @@ def _table(found: Any, names: list[str], width: int) -> tuple[Table, list[str]]:
         for name, values in found.differing.items()
     }
     fitting, left, _ = _fitting(differing, width)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True)
-    for title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for name in fitting:
-        table.add_column(name, no_wrap=True)
+    table = screen.table("run", *columns, *fitting, right=list(columns))
     for row in zip(names, *columns.values(), *fitting.values(), strict=True):
         table.add_row(*row)
     return table, left

@@ -18,12 +18,11 @@ app = typer.Typer()
     cls=screen.Command,
     short_help="Find the first difference between two runs, checkpoints or weights files.",
     help="Compare two runs, checkpoints or weights files, and print the first difference.",
-    epilog=(
-        "Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.\n\n"
-        "[bold]Examples[/]\n\n"
-        "tfgpu compare weights runs/a runs/b\n\n"
-        "tfgpu compare weights run/epoch-0003 other/epoch-0003 --rtol 1e-5\n\n"
-        "tfgpu compare weights a/model.keras b/model.keras --json"
+    epilog=screen.examples(
+        "tfgpu compare weights runs/a runs/b",
+        "tfgpu compare weights run/epoch-0003 other/epoch-0003 --rtol 1e-5",
+        "tfgpu compare weights a/model.keras b/model.keras --json",
+        before="Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.",
     ),
 )
 def compare_weights(

@@ -16,11 +16,8 @@ app = typer.Typer(
     cls=screen.Group,
     short_help="Write and check shards; prepare data in other processes.",
     help="Write data as shards, check them, and prepare data in other processes.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu data write photos/ shards/ --shards 64\n\n"
-        "tfgpu data check shards/\n\n"
-        "tfgpu data serve --workers 4"
+    epilog=screen.examples(
+        "tfgpu data write photos/ shards/ --shards 64", "tfgpu data check shards/", "tfgpu data serve --workers 4"
     ),
 )
 
@@ -30,10 +27,8 @@ app = typer.Typer(
     cls=screen.Command,
     short_help="Write any source as TFRecord shards.",
     help="Write any source as TFRecord shards with checksums and an index; training on them gets the same batches.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu data write photos/ shards/ --shards 64\n\n"
-        "tfgpu data write 'flowers.csv#species' shards/"
+    epilog=screen.examples(
+        "tfgpu data write photos/ shards/ --shards 64", "tfgpu data write 'flowers.csv#species' shards/"
     ),
 )
 def write_data(
@@ -65,7 +60,7 @@ def write_data(
     cls=screen.Command,
     short_help="Compare shards with their checksums.",
     help="Read the shards in a folder and compare their checksums with the index.",
-    epilog="[bold]Example[/]\n\ntfgpu data check shards/",
+    epilog=screen.examples("tfgpu data check shards/"),
 )
 def check_data(folder: argument(Path, "OUT", "A folder written by `data write`.")) -> None:
     from tfgpu.data import check_shards
@@ -83,11 +78,10 @@ def check_data(folder: argument(Path, "OUT", "A folder written by `data write`."
         "Start a tf.data service, whose processes decode and augment for training, until Ctrl-C. Prints the address "
         "for [bold]data.load(service=...)[/]."
     ),
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu data serve --workers 4\n\n"
-        "tfgpu data serve --host node1 --port 5050 --workers 16\n\n"
-        "tfgpu data serve --host node2 --join node1:5050 --workers 16"
+    epilog=screen.examples(
+        "tfgpu data serve --workers 4",
+        "tfgpu data serve --host node1 --port 5050 --workers 16",
+        "tfgpu data serve --host node2 --join node1:5050 --workers 16",
     ),
 )
 def serve_data(

@@ -58,13 +58,12 @@ class Options:
     cls=screen.first("script", "fix", "model", "train", "hosts", "bundle", "as_json", "json_to"),
     short_help="Find what stops or slows training here, and how to fix it.",
     help="Find what stops or slows training on this machine, and how to fix it.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu doctor\n\n"
-        "tfgpu doctor --fix > fix.sh\n\n"
-        "tfgpu doctor --train --hosts host1,host2\n\n"
-        "tfgpu doctor --bundle --run runs/best\n\n"
-        "tfgpu doctor train.py -- --epochs 3"
+    epilog=screen.examples(
+        "tfgpu doctor",
+        "tfgpu doctor --fix > fix.sh",
+        "tfgpu doctor --train --hosts host1,host2",
+        "tfgpu doctor --bundle --run runs/best",
+        "tfgpu doctor train.py -- --epochs 3",
     ),
 )
 @with_options(Options)
@@ -89,11 +88,9 @@ def doctor(options: Options) -> None:
         facts = gather(environ)
         checks = [*judge(facts, environ), *advice]
     if not for_programs:
-        _show_checks(checks)
-    if options.train:
-        interrupted = _self_test(checks, facts, environ, hosts, options.ssh, Console(stderr=for_programs))
-    else:
-        interrupted = False
+        Console().print(_table(_summed_up(checks)))
+    console = Console(stderr=for_programs)
+    interrupted = options.train and _self_test(checks, facts, environ, hosts, options.ssh, console)
     _show_result(checks, options, interrupted)
     if interrupted:
         complain("Interrupted: the checks above are done; the rest of the self-test is not.")
@@ -181,10 +178,6 @@ def _only_with(flag: str, is_given: bool, others: dict[str, object]) -> None:
     for name, value in others.items():
         if value is not None and not is_given:
             raise InputError(f"{name} is for {flag}. Add {flag}, or omit {name}.")
-
-
-def _show_checks(checks: Sequence[Any]) -> None:
-    Console().print(_table(_summed_up(checks)))
 
 
 def _table(checks: Sequence[Any], widths: Sequence[int | None] = (None, None, None), **options: Any) -> Table:

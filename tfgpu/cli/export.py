@@ -18,11 +18,10 @@ app = typer.Typer()
     cls=screen.first("model", "path", "formats", "example", "check", "overwrite", "as_json", "json_to"),
     short_help="Export a model as a SavedModel, ONNX or LiteRT.",
     help="Export a trained model as a SavedModel, ONNX or LiteRT, and compare the outputs with the model's.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu export runs/digits served/digits/1\n\n"
-        "tfgpu export model.keras model --format onnx --format litert\n\n"
-        "tfgpu export runs/reviews served/reviews/1 --example reviews.txt"
+    epilog=screen.examples(
+        "tfgpu export runs/digits served/digits/1",
+        "tfgpu export model.keras model --format onnx --format litert",
+        "tfgpu export runs/reviews served/reviews/1 --example reviews.txt",
     ),
 )
 def export(

@@ -26,7 +26,7 @@ from tfgpu.cli.flags import (
     recipe_of,
     with_settings,
 )
-from tfgpu.cli.start import complain, imported, start_tensorflow
+from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.parallel.planning.hardware import bytes_of, shown
 from tfgpu.recipes import recipe as recipes
@@ -57,12 +57,11 @@ _Scale = _run(
     ),
     short_help="Find the batch sizes that fit, and the fastest.",
     help="Train some steps with one batch size after the other: which fit, and their rate in examples per second.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu tune batch-size digits\n\n"
-        "tfgpu tune batch-size cifar10 --lowest 64 --highest 4096 --output found/cifar10\n\n"
-        "tfgpu tune batch-size imagenet --rate-only --device-memory 16GB --precision mixed_bfloat16\n\n"
-        "tfgpu train found/cifar10/recipe.yaml"
+    epilog=screen.examples(
+        "tfgpu tune batch-size digits",
+        "tfgpu tune batch-size cifar10 --lowest 64 --highest 4096 --output found/cifar10",
+        "tfgpu tune batch-size imagenet --rate-only --device-memory 16GB --precision mixed_bfloat16",
+        "tfgpu train found/cifar10/recipe.yaml",
     ),
 )
 @with_settings
@@ -105,8 +104,7 @@ def find_batch_size(
                 on_try=lambda one: status.update(f"a batch of {one.batch:,} {'fits' if one.fits else 'does not fit'}"),
             )
     except KeyboardInterrupt:
-        complain("Interrupted. Nothing was written.")
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt("Interrupted. Nothing was written.") from None
     result = _finite(found.as_json())
     if folder is not None:
         head = f"# The fastest of {len(found.tries)} batches tried with {found.device}: {found.fastest}.\n"
@@ -123,11 +121,10 @@ def find_batch_size(
     cls=screen.first("name", "lowest", "highest", "steps", "optimizer", "output", "as_json", "json_to"),
     short_help="Find the learning rates at which the loss falls.",
     help="Train some steps with a rising learning rate, and show where the loss falls. The model is discarded.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu tune learning-rate digits\n\n"
-        "tfgpu tune learning-rate digits --optimizer momentum --steps 400 --output found/rate\n\n"
-        "tfgpu train found/rate/recipe.yaml"
+    epilog=screen.examples(
+        "tfgpu tune learning-rate digits",
+        "tfgpu tune learning-rate digits --optimizer momentum --steps 400 --output found/rate",
+        "tfgpu train found/rate/recipe.yaml",
     ),
 )
 @with_settings
@@ -154,8 +151,7 @@ def find_learning_rate(
         with Console(stderr=True).status("training with a rising learning rate"):
             tested = finder.of_recipe(recipe, lowest=lowest, highest=highest, steps=steps)
     except KeyboardInterrupt:
-        complain("Interrupted. Nothing was written.")
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt("Interrupted. Nothing was written.") from None
     settings = {} if tested.suggestion is None else {"learning_rate": float(rate_text(tested.suggestion))}
     result = {**vars(tested), "settings": settings}
     if folder is not None:

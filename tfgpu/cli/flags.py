@@ -205,6 +205,12 @@ def _help(name: str, field: Any) -> str:
     return f"{text} [default: {shown}]"
 
 
+def chosen(options: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Those of some options of `with_options` that were given."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
 def pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
     """Parses KEY=VALUE arguments; values are parsed as in a config file."""
     found = {}

@@ -16,10 +16,9 @@ app = typer.Typer()
     cls=screen.Command,
     hidden=True,
     help="Build a library of custom operations for the installed TensorFlow, with CUDA kernels if nvcc is installed.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu build-kernel examples/kernels/bias_gelu.cc examples/kernels/bias_gelu.cu\n\n"
-        "tfgpu build-kernel fused.cc fused.cu --cuda --arch sm_90 --output libfused.so"
+    epilog=screen.examples(
+        "tfgpu build-kernel examples/kernels/bias_gelu.cc examples/kernels/bias_gelu.cu",
+        "tfgpu build-kernel fused.cc fused.cu --cuda --arch sm_90 --output libfused.so",
     ),
 )
 def build_kernel(

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import argument, option, with_options
+from tfgpu.cli.flags import argument, chosen, option, with_options
 from tfgpu.errors import InputError
 from tfgpu.launch.attempts import GRACE_S
 from tfgpu.launch.job import Job
@@ -111,13 +111,12 @@ class Options:
     ),
     short_help="Run a script as several processes that train together.",
     help="Run a script in several processes that train together, supervise them, and restart them after a failure.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu launch -n 4 train.py --epochs 3\n\n"
-        "tfgpu launch -n 2 --ps 1 --max-restarts 3 train.py\n\n"
-        "tfgpu launch --hosts gpu1,gpu2 -n 8 train.py\n\n"
-        "tfgpu launch --slurm --nodes 2 -n 8 --gpus-per-worker 1 --time 12:00:00 train.py\n\n"
-        "tfgpu launch --kubernetes job -n 4 --gpus-per-worker 1 --name digits --image IMAGE --claim runs train.py"
+    epilog=screen.examples(
+        "tfgpu launch -n 4 train.py --epochs 3",
+        "tfgpu launch -n 2 --ps 1 --max-restarts 3 train.py",
+        "tfgpu launch --hosts gpu1,gpu2 -n 8 train.py",
+        "tfgpu launch --slurm --nodes 2 -n 8 --gpus-per-worker 1 --time 12:00:00 train.py",
+        "tfgpu launch --kubernetes job -n 4 --gpus-per-worker 1 --name digits --image IMAGE --claim runs train.py",
     ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
@@ -144,21 +143,15 @@ def _check(options: Options) -> None:
     if len(engines) > 1:
         raise InputError(f"--{engines[0]} and --{engines[1]} cannot be combined. Give one of them.")
     if options.hosts is None:
-        _only_with("--hosts HOSTS", _given(options, _OF_SSH))
+        _only_with("--hosts HOSTS", chosen(options, _OF_SSH))
     if not options.slurm:
-        _only_with("--slurm", _given(options, _OF_SLURM))
+        _only_with("--slurm", chosen(options, _OF_SLURM))
     if options.kubernetes is None:
-        _only_with("--kubernetes KIND", _given(options, _OF_KUBERNETES))
+        _only_with("--kubernetes KIND", chosen(options, _OF_KUBERNETES))
     if options.no_logs and options.logs:
         raise InputError("--logs and --no-logs cannot be combined. Give one of them.")
     if options.kubernetes is not None and options.logs is not None:
         raise InputError("--logs is not for Kubernetes, which keeps the pods' logs itself. Use `kubectl logs`.")
-
-
-def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
-    """The options of one engine that were given."""
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def _hosts(options: Options) -> list[str]:
@@ -232,7 +225,7 @@ def _warn_of_secrets(job: Job, options: Options) -> None:
 def _manifests(job: Job, options: Options) -> str:
     from tfgpu.launch.kubernetes import Kubernetes, render
 
-    given = _given(options, _OF_KUBERNETES)
+    given = chosen(options, _OF_KUBERNETES)
     for needed in ("name", "image", "claim"):
         if needed not in given:
             raise InputError(f"--kubernetes needs --name, --image and --claim. Missing: --{needed}. Add it.")

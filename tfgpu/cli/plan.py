@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, check_json, option, pairs, put_json, with_options
+from tfgpu.cli.flags import AsJson, JsonTo, check_json, chosen, option, pairs, put_json, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel.planning import hardware, timing
@@ -89,13 +89,12 @@ class Options:
     ),
     short_help="List the layouts of a model over devices, the fastest first.",
     help="List the layouts of a model over devices, the fastest that fits first. Nothing is run.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8\n\n"
-        "tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2\n\n"
-        "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8\n\n"
+    epilog=screen.examples(
+        "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8",
+        "tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2",
+        "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8",
         "tfgpu plan --model transformer --model-option depth=12 --model-option width=768 --model-option heads=12 "
-        "--input-shape 1024 --classes 50257 --devices 8 --device v100-16 --precision mixed_float16"
+        "--input-shape 1024 --classes 50257 --devices 8 --device v100-16 --precision mixed_float16",
     ),
 )
 @with_options(Options)
@@ -141,8 +140,7 @@ def _workload(options: Options) -> Workload:
     builder_options = pairs("--model-option", options.model_option or [])
     if not 0 <= options.dropout < 1:
         raise InputError(f"--dropout must be at least 0 and below 1. Received: {options.dropout}.")
-    values = {name: getattr(options, name) for name in (*_SIZES, "mlp")} | {"dropout": options.dropout > 0}
-    given = {name: value for name, value in values.items() if value is not None and value is not False}
+    given = chosen(options, (*_SIZES, "mlp")) | ({"dropout": True} if options.dropout > 0 else {})
     model, precision = options.model, options.precision
     if options.pretrained is not None:
         return _pretrained(options, given)

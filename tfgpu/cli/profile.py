@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json, recipe_of, with_options
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, chosen, option, put_json, recipe_of, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
 from tfgpu.recipes import ready
@@ -47,12 +46,11 @@ class Options:
     cls=screen.first(*("target", "arguments", "skip", "calls", "seconds", "whole", "output", "as_json", "json_to")),
     short_help="Find what limits training: steps or input.",
     help="Profile a script, a recipe or a recorded trace: what limits the steps, and what to change.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu profile train.py --epochs 3\n\n"
-        "tfgpu profile digits\n\n"
-        "tfgpu profile -o profiles/best --seconds 10 runs/best/config.yaml\n\n"
-        "tfgpu profile logs/train  [dim]# a trace of TensorBoard's callback[/]"
+    epilog=screen.examples(
+        "tfgpu profile train.py --epochs 3",
+        "tfgpu profile digits",
+        "tfgpu profile -o profiles/best --seconds 10 runs/best/config.yaml",
+        "tfgpu profile logs/train  [dim]# a trace of TensorBoard's callback[/]",
     ),
     context_settings={"allow_interspersed_args": False},
 )
@@ -60,7 +58,7 @@ class Options:
 def profile(options: Options) -> None:
     check_json(options.json_to)
     target = options.target
-    path, output, window = _path(target), options.output or _FOLDER, _given(options, _WINDOW)
+    path, output, window = _path(target), options.output or _FOLDER, chosen(options, _WINDOW)
     is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
     if options.allow_code and not is_recipe:
         raise InputError(f"--allow-code is for recipes. Received: {target!r}. Omit it.")
@@ -87,11 +85,6 @@ def profile(options: Options) -> None:
             report = targets.read_trace(path, output)
     if not put_json(report.as_json(), as_json=options.as_json, json_to=options.json_to):
         _show(report, output)
-
-
-def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value not in (None, False, [])}
 
 
 def _reject(given: dict[str, Any], needs: str) -> None:

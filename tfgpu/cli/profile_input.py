@@ -34,11 +34,10 @@ app = typer.Typer()
         model="cnn, resnet, vit, ResNet50, ..., or module:function.",
     ),
     help="Measure the input, the model and both together; name the bottleneck and the settings that help.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu profile input digits\n\n"
-        "tfgpu profile input --data photos/ --image-size 224 --batch 64 -n 4\n\n"
-        "tfgpu profile input runs/best/config.yaml --json"
+    epilog=screen.examples(
+        "tfgpu profile input digits",
+        "tfgpu profile input --data photos/ --image-size 224 --batch 64 -n 4",
+        "tfgpu profile input runs/best/config.yaml --json",
     ),
 )
 @with_settings

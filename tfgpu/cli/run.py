@@ -5,7 +5,6 @@ import typer
 from tfgpu import rendezvous
 from tfgpu.cli import screen
 from tfgpu.cli.flags import argument, option
-from tfgpu.cli.start import complain
 from tfgpu.run import OPTION, interrupted, run
 
 app = typer.Typer()
@@ -15,7 +14,7 @@ app = typer.Typer()
     "run",
     cls=screen.Command,
     help="Run your script, unmodified, with the Keras repairs installed.",
-    epilog="[bold]Example[/]\n\ntfgpu run train.py --epochs 3",
+    epilog=screen.examples("tfgpu run train.py --epochs 3"),
     context_settings={"allow_interspersed_args": False},
 )
 def run_script(
@@ -31,5 +30,4 @@ def run_script(
     try:
         run(script, arguments or [], startup_timeout_s=seconds)
     except KeyboardInterrupt as interrupt:
-        complain(interrupted(interrupt, script))
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt(interrupted(interrupt, script)) from None

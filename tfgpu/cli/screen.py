@@ -34,6 +34,11 @@ def table(*titles: str, right: Sequence[str] = (), fold: bool = False, **options
     return made
 
 
+def examples(*lines: str, before: str = "") -> str:
+    """The end of a command's help: a sentence, and examples of its use."""
+    return "\n\n".join([*([before] if before else []), f"[bold]Example{'s' * (len(lines) > 1)}[/]", *lines])
+
+
 def first(*names: str, **texts: str) -> type[TyperCommand]:
     """Makes the class of a command whose help begins with some of its options.
 

@@ -33,8 +33,8 @@ _ANSWER_S = 30.0
     cls=screen.Command,
     short_help="Show GPUs, CPUs, memory, and what limits a running training.",
     help="Show GPUs, their processes, CPUs, memory and disks; with RUN also its step time, energy and bottleneck.",
-    epilog=(
-        "Quit with q or Ctrl-C.\n\n[bold]Examples[/]\n\ntfgpu top\n\ntfgpu top runs/best\n\ntfgpu top --once --json"
+    epilog=screen.examples(
+        "tfgpu top", "tfgpu top runs/best", "tfgpu top --once --json", before="Quit with q or Ctrl-C."
     ),
 )
 def top(

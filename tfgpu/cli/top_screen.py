@@ -115,7 +115,7 @@ def _workers(workers: Sequence[Worker], width: int) -> Table:
         ("waits", lambda worker: _share(_newest(worker, "input_wait"))),
         ("CPU", lambda worker: _share(worker.now.get("cpu_share"))),
         ("memory", lambda worker: _size(worker.now.get("memory_bytes"))),
-        ("J/ex", lambda worker: _joules(worker.epoch.get("energy_per_example_j"))),
+        ("J/ex", lambda worker: _plain(worker.epoch.get("energy_per_example_j"), ".3g")),
     ]
     if width < _NARROW:
         columns = [each for each in columns if each[0] in ("worker", "step", "step time", "waits")]
@@ -202,16 +202,12 @@ def _number(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.0f} {unit}"
 
 
-def _plain(value: Value) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
+def _plain(value: Value, form: str = ",.0f") -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
 
 
 def _share(value: Value) -> str:
-    return f"{value:.0%}" if isinstance(value, int | float) else "-"
-
-
-def _joules(value: Value) -> str:
-    return f"{value:.3g}" if isinstance(value, int | float) else "-"
+    return _plain(value, ".0%")
 
 
 def _milliseconds(value: Value) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tfgpu.cli import screen
 from tfgpu.cli.flags import AllowCode, Debug, RecipeName, given, option, with_settings
-from tfgpu.cli.start import complain, imported, start_tensorflow
+from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import ready
@@ -33,16 +33,15 @@ _run = functools.partial(option, panel="Run")
     ),
     short_help="Train a model by a recipe: run directory, metrics, report.",
     help="Train a model, and write a run directory with the model, its metrics and a report.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu train\n\n"
-        "tfgpu train cifar10 --epochs 100\n\n"
-        "tfgpu train imagenet --dry-run\n\n"
-        "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30\n\n"
-        "tfgpu train --strategy mirrored --virtual-devices 4 --batch 64\n\n"
-        "tfgpu train runs/best/config.yaml --output again --seed 1\n\n"
-        "tfgpu train --resume --output runs/best\n\n"
-        "tfgpu train --track mlflow --project digits"
+    epilog=screen.examples(
+        "tfgpu train",
+        "tfgpu train cifar10 --epochs 100",
+        "tfgpu train imagenet --dry-run",
+        "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30",
+        "tfgpu train --strategy mirrored --virtual-devices 4 --batch 64",
+        "tfgpu train runs/best/config.yaml --output again --seed 1",
+        "tfgpu train --resume --output runs/best",
+        "tfgpu train --track mlflow --project digits",
     ),
 )
 @with_settings
@@ -117,9 +116,6 @@ def _trained(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
         return runner.run(recipe, **how)
     except Preempted as leaving:  # Already reported; Typer would swallow the exit code.
         raise typer.Exit(leaving.code) from None
-    except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
-        complain(str(interrupt) or "Interrupted.")
-        raise typer.Exit(130) from None
 
 
 def _check_alone(**flags: Any) -> None:

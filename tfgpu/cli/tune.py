@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tfgpu.cli import screen
 from tfgpu.cli.flags import AllowCode, Debug, RecipeName, given, option, recipe_of, with_settings
-from tfgpu.cli.start import complain, imported, start_tensorflow
+from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
@@ -28,14 +28,13 @@ _run = functools.partial(option, panel="Run")
     cls=screen.first("name", "output", "trials", "search", "parallel", "pruner", "resume", "epochs"),
     short_help="Search a recipe's settings; find its batch size or learning rate.",
     help="Search a recipe's settings by parallel trainings with pruning; the best settings become a recipe.",
-    epilog=(
-        "[bold]Examples[/]\n\n"
-        "tfgpu tune digits --trials 30 --output studies/digits\n\n"
+    epilog=screen.examples(
+        "tfgpu tune digits --trials 30 --output studies/digits",
         "tfgpu tune --model mlp --epochs 10 --search learning_rate=1e-5..1e-1:log --search optimizer=adam,sgd "
-        "--output studies/mlp\n\n"
-        "tfgpu tune cifar10 --parallel 4 --pruner halving --output studies/cifar10\n\n"
-        "tfgpu tune --resume --output studies/digits --trials 60\n\n"
-        "tfgpu train studies/digits/best.yaml"
+        "--output studies/mlp",
+        "tfgpu tune cifar10 --parallel 4 --pruner halving --output studies/cifar10",
+        "tfgpu tune --resume --output studies/digits --trials 60",
+        "tfgpu train studies/digits/best.yaml",
     ),
 )
 @with_settings
@@ -86,8 +85,8 @@ def tune(
             on_trial=lambda trial: console.print(_line(trial), markup=False),
         )
     except KeyboardInterrupt:
-        complain(f"Interrupted. Resume with: tfgpu tune --resume --output {output} --trials {trials}")
-        raise typer.Exit(130) from None
+        resume_with = f"tfgpu tune --resume --output {output} --trials {trials}"
+        raise KeyboardInterrupt(f"Interrupted. Resume with: {resume_with}") from None
     _show(console, result)
 
 
