@@ -186,6 +186,7 @@ def test_wrong_numbers_are_refused(wrong, tmp_path):
         (["--skip", "1"], "Missing argument 'TARGET'"),
         ([str(ROOT), "--epochs", "3"], "is not a script, so it takes no arguments"),
         (["--calls", "5", str(ROOT)], "not with a recorded trace"),
+        (["--skip", "0", str(ROOT)], "not with a recorded trace"),
         (["-o", "out", str(ROOT / "docs" / "guides" / "parallel")], "There is no trace in"),
     ],
 )

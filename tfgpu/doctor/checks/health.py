@@ -1,5 +1,6 @@
 """Checks of the state of GPUs: memory in use, ECC, MIG, persistence, heat and power, links, errors in the log."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from tfgpu.doctor.check import Check, worst
@@ -35,9 +36,16 @@ def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]
     found = xids(facts)
     if not gpus:
         return found
-    several = [*links(facts, environ)] if len(gpus) > 1 else []
-    taken = memory(own(facts, environ))
-    return [*taken, *mig(gpus), *persistence(gpus), *ecc(gpus), *throttling(gpus), *several, *found]
+    several = links(facts, environ) if len(gpus) > 1 else []
+    return [
+        *memory(own(facts, environ)),
+        *mig(gpus),
+        *persistence(gpus),
+        *ecc(gpus),
+        *throttling(gpus),
+        *several,
+        *found,
+    ]
 
 
 def own(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[dict]:
@@ -175,10 +183,8 @@ def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
 
 def _drawn(pairs: list[dict]) -> str:
     """The number of pairs by path."""
-    kinds: dict[str, int] = {}
-    for each in pairs:
-        kinds[each["path"]] = kinds.get(each["path"], 0) + 1
-    text = ", ".join(f"{count} by {path}" for path, count in sorted(kinds.items(), key=lambda item: -item[1]))
+    kinds = Counter(each["path"] for each in pairs)
+    text = ", ".join(f"{count} by {path}" for path, count in kinds.most_common())
     slow = any(path in _SLOW_PATHS for path in kinds)
     return f"pairs: {text or 'unknown'}" + (" (SYS and NODE cross the links between CPUs)" if slow else "")
 
@@ -192,9 +198,8 @@ def xids(facts: Mapping[str, dict]) -> list[Check]:
             return []
         unread = found.get("unread") or found.get("error")
         return [Check("GPU errors (Xid)", "ok", f"not read: {unread}" if unread else "none in the kernel's log")]
-    last = lines[-1]
     hard = [each for each in lines if each["number"] not in _PROGRAMS]
-    each = hard[-1] if hard else last
+    each = (hard or lines)[-1]
     text = f"{len(lines)} in the kernel's log; Xid {each['number']}"
     text += f" ({_XIDS.get(each['number'], 'see the list')}) of {each['gpu']}: {each['text']}"
     fix = "Look it up: https://docs.nvidia.com/deploy/xid-errors/. "

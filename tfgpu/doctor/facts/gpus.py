@@ -2,9 +2,4 @@
 
 from tfgpu.sensors import nvml
 
-
-def _driver(*, root: str = "/", **_) -> dict:
-    return nvml.driver(root)
-
-
-QUESTIONS = {"driver": _driver}
+QUESTIONS = {"driver": lambda *, root="/", **_: nvml.driver(root)}

@@ -9,31 +9,13 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from tfgpu.doctor.facts.software import TENSORFLOWS
 
 # The libraries that TensorFlow loads, by CUDA's major version.
-_SONAMES = {
-    12: {
-        "cudart": 12,
-        "cublas": 12,
-        "cublasLt": 12,
-        "cufft": 11,
-        "cusolver": 11,
-        "cusparse": 12,
-        "cudnn": 9,
-        "nccl": 2,
-    },
-    13: {
-        "cudart": 13,
-        "cublas": 13,
-        "cublasLt": 13,
-        "cufft": 12,
-        "cusolver": 12,
-        "cusparse": 12,
-        "cudnn": 9,
-        "nccl": 2,
-    },
-}
+_SONAMES = {12: dict(cudart=12, cublas=12, cublasLt=12, cufft=11, cusolver=11, cusparse=12, cudnn=9, nccl=2)}
+_SONAMES[13] = _SONAMES[12] | dict(cudart=13, cublas=13, cublasLt=13, cufft=12, cusolver=12)
 # The function that returns a library's version, and whether it does so by a pointer.
 _VERSIONS = {"cudart": ("cudaRuntimeGetVersion", True), "cudnn": ("cudnnGetVersion", False)}
 _VERSIONS["nccl"] = ("ncclGetVersion", True)
@@ -107,7 +89,7 @@ def requirements(tensorflow: str | None) -> list[dict]:
 
 
 def _name(distribution: metadata.Distribution) -> str:
-    return re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+    return canonicalize_name(distribution.metadata["Name"] or "")
 
 
 def _wheel(wheel: str, path: str | None) -> str | None:

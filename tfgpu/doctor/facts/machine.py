@@ -52,11 +52,8 @@ def pci_gpus(folder: Path) -> int:
     Args:
         folder: `/sys/bus/pci/devices`; the count is 0 if it does not exist.
     """
-    count = 0
-    for device in folder.glob("*"):
-        vendor, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
-        count += vendor == NVIDIA and kind.startswith(_DISPLAY)
-    return count
+    found = [device for device in folder.glob("*") if _text(device / "vendor").strip() == NVIDIA]
+    return sum(_text(device / "class").startswith(_DISPLAY) for device in found)
 
 
 def container(root: Path, environ: Mapping[str, str]) -> str:

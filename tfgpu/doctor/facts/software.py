@@ -2,10 +2,11 @@
 
 import importlib.util
 import platform
-import re
 import sys
 from importlib import metadata
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
 
 PACKAGES = ("tensorflow", "keras", "tf-keras", "tensorboard", "triton")
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-intel", "tf-nightly", "tf-nightly-cpu")
@@ -43,7 +44,7 @@ def _version(package: str) -> str | None:
 def installed() -> dict[str, str]:
     """The versions of all packages, by normalized name."""
     return {
-        re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower(): distribution.version
+        canonicalize_name(distribution.metadata["Name"] or ""): distribution.version
         for distribution in metadata.distributions()
     }
 

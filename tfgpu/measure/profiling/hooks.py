@@ -83,20 +83,13 @@ def space_of(path: Path) -> Any:
         raise BrokenSpace("it does not parse") from error
 
 
-def new_space() -> Any:
-    """An empty XSpace message."""
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    return xplane_pb2.XSpace()
-
-
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Notifies the listener of calls, reads and whole batches in the block."""
     # Must not create a tensor, which initializes the devices: the script may still configure them.
     with contextlib.ExitStack() as held:
         held.enter_context(wrapped("Function.__call__", _calls(listener)))
-        held.enter_context(wrapped("tf.GradientTape.gradient", _gradients(listener)))
+        held.enter_context(wrapped("tf.GradientTape.gradient", _calls(listener, "gradient")))
         held.enter_context(wrapped("EagerTensorBase.numpy", _reads(listener)))
         held.enter_context(wrapped("tf.distribute.Strategy.run", _runs(listener)))
         held.enter_context(wrapped(step_blocks.Pace, _few_steps, "of"))
@@ -107,22 +100,13 @@ def _few_steps(stock, self, left):
     return min(stock(self, left), MOST_STEPS)
 
 
-def _calls(listener: Listener) -> Callable:
+def _calls(listener: Listener, name: str = "") -> Callable:
     def call(stock, self, *args, **kwargs):
         if not tf.inside_function():
-            listener.before_call(getattr(self, "__name__", "function"))
+            listener.before_call(name or getattr(self, "__name__", "function"))
         return stock(self, *args, **kwargs)
 
     return call
-
-
-def _gradients(listener: Listener) -> Callable:
-    def gradient(stock, self, *args, **kwargs):
-        if not tf.inside_function():
-            listener.before_call("gradient")
-        return stock(self, *args, **kwargs)
-
-    return gradient
 
 
 def _reads(listener: Listener) -> Callable:

@@ -33,6 +33,7 @@ class Session:
 
     Attributes:
         is_on: whether it is recording.
+        is_done: whether steps were recorded.
         report: the result; None before the end.
         batch: rows of a step, if the caller knows and sets it.
     """
@@ -42,12 +43,12 @@ class Session:
         self.is_on, self.report, self.batch = False, None, None
         self._skip, self._calls, self._seconds, self._ends = skip, calls, seconds, ends
         self._counts, self._plain = Counter(), {}
-        self._leader, self._done, self._began, self._over = "", 0, 0.0, False
+        self._leader, self._done, self._began, self.is_done = "", 0, 0.0, False
         self._lock = threading.RLock()
 
     def before_call(self, name: str) -> None:
         """Called before each call; starts and stops the profiler."""
-        if self._over:
+        if self.is_done:
             return
         with self._lock:
             if self.is_on:
@@ -72,11 +73,6 @@ class Session:
         """A text of the most frequent calls."""
         return ", ".join(f"{name} {count} times" for name, count in self._counts.most_common(3)) or "no tf.function"
 
-    @property
-    def is_done(self) -> bool:
-        """Whether steps were recorded."""
-        return self._over
-
     def _start(self, leader: str) -> None:
         self._leader, self._done, self._began = leader, 0, time.perf_counter()
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, device_tracer_level=1)
@@ -99,7 +95,7 @@ class Session:
                 raise Finished
 
     def _stop(self) -> None:
-        self.is_on, self._over = False, True
+        self.is_on, self.is_done = False, True
         tf.profiler.experimental.stop()
         recorded = trace.read(self.folder)
         self.report = verdict.judge(recorded, lambda retraced: around.look(retraced, self._plain, self.batch))

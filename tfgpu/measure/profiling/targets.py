@@ -58,12 +58,7 @@ def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **wi
         InputError: the recipe is invalid, or there are several workers.
         MachineError: TensorFlow's profiler is already running.
     """
-    cluster = runner.check(what, None, resume=False, overwrite=False)
-    if cluster.is_multi_worker:
-        raise InputError(
-            "A recipe is profiled in one process, but the environment has a cluster. Unset TF_CONFIG, or profile a "
-            "script."
-        )
+    cluster = runner.check_alone(what, "A recipe is profiled", instead=", or profile a script")
     with building.prepare(what):
         job = building.build(what, cluster)
         with profile(folder, ends=True, **window) as session:

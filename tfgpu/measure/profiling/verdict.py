@@ -1,6 +1,7 @@
 """The verdict: what limits the steps, from the shares of their time; and the report."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -167,18 +168,17 @@ def _findings(verdict: str, seen: Seen) -> tuple[Finding, ...]:
 
 def _batch(trace: Trace) -> int | None:
     """The batch size: of the stage that makes most batches, or the common first size of an element's tensors."""
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     rooted: set[int] = set()
     for line in trace.host:
         for event in line.events:
             if event.name.startswith("Iterator::") and "batch_size" in event.stats:
-                size = int(event.stats["batch_size"])
-                counts[size] = counts.get(size, 0) + 1
+                counts[int(event.stats["batch_size"])] += 1
             elif event.name == "Iterator::Root" and not counts:
                 shapes = _FIRST.findall(str(event.stats.get("shapes", "")))
                 rooted |= {int(size) if size.isdecimal() else 0 for size in shapes}
     if counts:
-        return max(counts, key=counts.get)
+        return counts.most_common(1)[0][0]
     return next(iter(rooted)) or None if len(rooted) == 1 else None
 
 
