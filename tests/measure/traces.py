@@ -1,11 +1,11 @@
 """Builds XSpace messages for hand-made traces."""
 
-from tfgpu.measure.profiling import hooks
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 
 def space(planes):
     """Makes an XSpace of `{plane: {line: [(name, start_us, end_us, stats), ...]}}`."""
-    found = hooks.new_space()
+    found = xplane_pb2.XSpace()
     for name, lines in planes.items():
         plane = found.planes.add(name=name)
         names, stats = {}, {}

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,11 +20,11 @@ import tensorflow as tf
 from tfgpu import strategies
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data
+from tfgpu.data.batches import Info
 from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
-from tfgpu.errors import InputError
 from tfgpu.measure.rates import Rate, alternate, check
 from tfgpu.measure.reading import Reader, drawing
 from tfgpu.recipes import building, facts, runner
@@ -117,13 +118,11 @@ def measure_input(
         (True, True)
     """
     check(seconds, repeats)
-    cluster = runner.check(what, None, resume=False, overwrite=False)
-    if cluster.is_multi_worker:
-        raise InputError("The input is measured in one process, but the environment has a cluster. Unset TF_CONFIG.")
+    cluster = runner.check_alone(what, "The input is measured")
     with contextlib.ExitStack() as held:
         held.enter_context(building.prepare(what))
         progress("opening the data")
-        examples = open_source(what.data, _reading(what, what.cache))
+        examples = open_source(what.data, reading_of(what, what.cache))
         job = building.build(what, cluster, source=examples)
         sample = None if examples.load is None else _sample(examples)
         variants = _variants(what, examples, sample, job.data, cluster)
@@ -144,15 +143,18 @@ def measure_input(
     shared = together.median < _SHARED * min(base.median, model.median)
     bottleneck = "input" if base.median < model.median else "model"
     advice = _advice(bottleneck, base, model, together, shared, tried)
-    about = _about(job)
-    return InputReport(what, base, model, together, bottleneck, shared, tuple(tried), advice, about)
+    spread = strategies.describe(job.strategy)
+    devices = {"strategy": spread["kind"], "devices": list(spread["devices"]), "machine": platform.machine()}
+    made_with = devices | about(job.data.info)
+    return InputReport(what, base, model, together, bottleneck, shared, tuple(tried), advice, made_with)
 
 
 _FILES = ("folder", "records", "tfds")
 _LESS = "shows the cost of augmentation"
 
 
-def _reading(what: Recipe, kept: str) -> Reading:
+def reading_of(what: Recipe, kept: str) -> Reading:
+    """How a recipe reads its files, with decoded examples kept as `cache=kept` says."""
     directory = what.cache_directory if kept in ("auto", "disk") else None
     return Reading(what.image_size, what.skip_corrupt, kept, directory, what.memory_bytes, length=what.length)
 
@@ -172,7 +174,7 @@ def _variants(
         kept = f"on a sample of {len(sample.labels):,}" if len(sample.labels) < len(examples.labels) else ""
         add("cache='memory'", kept, source=sample, validation=0.0, test=0.0)
     elif parse_source(what.data).kind in _FILES:
-        add("cache='none'", source=open_source(what.data, _reading(what, "none")))
+        add("cache='none'", source=open_source(what.data, reading_of(what, "none")))
     for calls in sorted({1, cores, 2 * cores}):
         if calls != what.parallel_calls:
             add(f"parallel_calls={calls}", parallel_calls=calls)
@@ -200,6 +202,8 @@ def _sample(examples: Examples) -> Examples:
 class _Clock(keras.callbacks.Callback):
     """Records the duration of each epoch."""
 
+    every_batch = has_memory = False
+
     def __init__(self):
         super().__init__()
         self.seconds: list[float] = []
@@ -211,10 +215,16 @@ class _Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._begun)
 
 
-def _fit(job: building.Job, dataset: tf.data.Dataset, epochs: int) -> list[float]:
-    """Trains one warm-up epoch and then `epochs`; returns the seconds of each."""
+def epoch_times(job: building.Job, dataset: tf.data.Dataset, epochs: int, **options: Any) -> list[float]:
+    """Trains one warm-up epoch and then `epochs`; returns the seconds of each.
+
+    An epoch ends when its losses are known, so that all its steps are done.
+
+    Args:
+        options: further arguments of `fit`.
+    """
     clock = _Clock()
-    job.model.fit(dataset, epochs=epochs + 1, callbacks=[clock], shuffle=False, verbose=0)
+    job.model.fit(dataset, epochs=epochs + 1, callbacks=[clock], shuffle=False, verbose=0, **options)
     return clock.seconds[1:]
 
 
@@ -224,17 +234,17 @@ def _model_rate(job: building.Job, seconds: float, repeats: int) -> tuple[Rate, 
     ready = tf.data.Dataset.from_tensors(batch)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    step = _fit(job, ready.repeat(_FIRST_STEPS).with_options(options), 1)[0] / _FIRST_STEPS
+    step = epoch_times(job, ready.repeat(_FIRST_STEPS).with_options(options), 1)[0] / _FIRST_STEPS
     steps = max(_FIRST_STEPS, round(seconds / step))
     count = steps * len(batch[1])
-    return Rate(tuple(count / s for s in _fit(job, ready.repeat(steps).with_options(options), repeats))), steps
+    return Rate(tuple(count / s for s in epoch_times(job, ready.repeat(steps).with_options(options), repeats))), steps
 
 
 def _together(job: building.Job, steps: int, repeats: int) -> Rate:
     info = job.data.info
     steps = min(steps, info.steps_per_epoch)
     count = min(steps * info.global_batch, info.epoch_examples)
-    return Rate(tuple(count / s for s in _fit(job, job.data.train.take(steps), repeats)))
+    return Rate(tuple(count / s for s in epoch_times(job, job.data.train.take(steps), repeats)))
 
 
 def _advice(bottleneck: str, base: Rate, model: Rate, together: Rate, shared: bool, tried: list[Trial]) -> str:
@@ -260,13 +270,10 @@ def _clearly_better(trial: Trial, base: Rate) -> bool:
     return trial.ratio >= _WORTH and min(trial.rate.values) > max(base.values)
 
 
-def _about(job: building.Job) -> dict[str, object]:
-    info, spread = job.data.info, strategies.describe(job.strategy)
+def about(info: Info) -> dict[str, object]:
+    """The facts of a measurement: cores, versions and sizes."""
     return {
-        "strategy": spread["kind"],
-        "devices": list(spread["devices"]),
         "cores": os.cpu_count(),
-        "machine": platform.machine(),
         "global_batch": info.global_batch,
         "train_examples": info.train_examples,
         "input_shape": list(info.input_shape),

@@ -1,6 +1,5 @@
 """Measures the input of one of several workers: how fast it makes its rows, and what work all workers repeat."""
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,13 +11,13 @@ import tensorflow as tf
 from tfgpu.cluster import Cluster
 from tfgpu.core import worker_rows
 from tfgpu.data import Data, position
-from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples
 from tfgpu.data.sources import open_source
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import whole_number
+from tfgpu.measure.input import about, reading_of
 from tfgpu.measure.rates import Rate, alternate, check
 from tfgpu.measure.reading import Reader, drawing
-from tfgpu.recipes import building, facts, runner
+from tfgpu.recipes import building, runner
 from tfgpu.recipes.recipe import Recipe
 
 _COUNTED = 8  # batches whose examples are counted
@@ -111,11 +110,10 @@ def measure_workers(
     """
     check(seconds, repeats)
     whole_number("workers", workers, maximum=what.global_batch)
-    if runner.check(what, None, resume=False, overwrite=False).is_multi_worker:
-        raise InputError("The input is measured in one process, but the environment has a cluster. Unset TF_CONFIG.")
+    runner.check_alone(what, "The input is measured")
     progress("opening the data")
     begun = time.perf_counter()
-    examples = open_source(what.data, _reading(what))
+    examples = open_source(what.data, reading_of(what, what.cache))
     opened_s = time.perf_counter() - begun
     data = building.open_data(what, Cluster(), source=examples)
     own = worker_rows.of(data.train)
@@ -134,16 +132,11 @@ def measure_workers(
     rates = alternate({name: lambda r=r: r(seconds) for name, r in readers.items()}, repeats=repeats)
     cpu_us = {name: Rate(tuple(reader.cpu_us)) for name, reader in readers.items()}
     stages = tuple(_stages(examples, data, workers, read, opened_s))
-    return WorkersReport(what, workers, rates["alone"], rates["worker"], cpu_us, stages, _about(data, examples))
+    return WorkersReport(what, workers, rates["alone"], rates["worker"], cpu_us, stages, about(data.info))
 
 
 def _of(worker: int, workers: int) -> worker_rows.Ranges:
     return worker_rows.Ranges((worker,), workers)
-
-
-def _reading(what: Recipe) -> Reading:
-    directory = what.cache_directory if what.cache in ("auto", "disk") else None
-    return Reading(what.image_size, what.skip_corrupt, what.cache, directory, what.memory_bytes, length=what.length)
 
 
 def _read_by(what: Recipe, examples: Examples, worker: int, workers: int) -> float:
@@ -190,16 +183,3 @@ def _stages(examples: Examples, data: Data, workers: int, read: float, opened_s:
     if info.augment:
         yield Stage("draw random numbers", workers, "a few for each row")
         yield Stage("augment", read if mixing else 1.0, "of all rows that are read, at most" if mixing else "")
-
-
-def _about(data: Data, examples: Examples) -> dict[str, object]:
-    info = data.info
-    return {
-        "cores": os.cpu_count(),
-        "global_batch": info.global_batch,
-        "train_examples": info.train_examples,
-        "input_shape": list(info.input_shape),
-        "cache": examples.cache,
-        "augment": [name for name, _ in info.augment],
-        "versions": facts.versions(),
-    }

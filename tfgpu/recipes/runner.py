@@ -147,7 +147,22 @@ def run(
             raise Preempted(f"Received SIGTERM. {saved}") from None
 
 
-def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool, is_dry: bool = False) -> Cluster:
+def check_alone(what: Recipe, subject: str, *, instead: str = "") -> Cluster:
+    """Like `check`, for what runs in one process: also rejects a cluster."""
+    cluster = check(what)
+    if cluster.is_multi_worker:
+        raise InputError(f"{subject} in one process, but the environment has a cluster. Unset TF_CONFIG{instead}.")
+    return cluster
+
+
+def check(
+    what: Recipe,
+    output: str | Path | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    is_dry: bool = False,
+) -> Cluster:
     """Rejects what it can before any device is initialized; a dry run needs no data."""
     if keras.backend.backend() != "tensorflow":
         raise InputError(

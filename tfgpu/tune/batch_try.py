@@ -8,7 +8,6 @@ import math
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +40,7 @@ def about(what: Recipe) -> dict[str, Any]:
     from tfgpu.recipes import dry
 
     known = dry.shape_of(what)
-    cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
+    cluster = runner.check(what, is_dry=known is not None)
     with building.prepare(what):
         replicas = building.strategy_of(what, cluster).num_replicas_in_sync
         examples, missing = None, ""
@@ -91,10 +90,11 @@ def measure(what: Recipe, repeats: int) -> dict[str, Any]:
         The median and range of examples per second, and the memory peaks.
     """
     from tfgpu.callbacks.memory import peaks
+    from tfgpu.measure.input import epoch_times
     from tfgpu.recipes import dry
 
     known = dry.shape_of(what)
-    cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
+    cluster = runner.check(what, is_dry=known is not None)
     with building.prepare(what):
         made, source = what, None
         if known is not None:
@@ -106,49 +106,21 @@ def measure(what: Recipe, repeats: int) -> dict[str, Any]:
         batch = job.data.train.take(1).cache().repeat()
         steps, held = what.accumulate, job.data.validation
         # The first epoch traces, and validates as a run does between epochs; the second gives the time of a step.
-        seconds = _train(job, batch, steps, 2, validation=None if held is None else held.take(1))[-1]
+        validated = {} if held is None else {"validation_data": held.take(1), "validation_freq": [1]}
+        (seconds,) = epoch_times(job, batch, 1, steps_per_epoch=steps, **validated)
         for _ in range(_GUESSES):  # Starting an epoch takes as long as many short steps.
             if seconds >= _ROUND_S / 2:
                 break
             updates = math.ceil(steps / what.accumulate * _ROUND_S / seconds)
             steps = min(updates, _MOST_UPDATES) * what.accumulate
-            seconds = _train(job, batch, steps, 1)[0]
-        times = _train(job, batch, steps, repeats + 1)[1:]
+            seconds = epoch_times(job, batch, 1, steps_per_epoch=steps)[0]
+        times = epoch_times(job, batch, repeats, steps_per_epoch=steps)
         rates = [steps * what.global_batch / seconds for seconds in times]
         return {
             "examples_per_s": statistics.median(rates),
             "spread": [min(rates), max(rates)],
             "peaks": peaks(),
         }
-
-
-def _train(job: Any, batch: Any, steps: int, epochs: int, *, validation: Any = None) -> list[float]:
-    """Returns the seconds of each epoch, which ends when its losses are known, so that all steps are done."""
-    import keras
-
-    begun, ended = [], []
-
-    class Clock(keras.callbacks.Callback):
-        every_batch = False
-        has_memory = False
-
-        def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-            begun.append(time.perf_counter())
-
-        def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-            ended.append(time.perf_counter())
-
-    job.model.fit(
-        batch,
-        validation_data=validation,
-        validation_freq=[1] if validation is not None else 1,
-        steps_per_epoch=steps,
-        epochs=epochs,
-        callbacks=[Clock()],
-        shuffle=False,
-        verbose=0,
-    )
-    return [end - begin for begin, end in zip(begun, ended, strict=True)]
 
 
 def _refused(what: Recipe, examples: int | None) -> str:

@@ -1,5 +1,6 @@
 """The processes of trials, on this machine or in actors of a Ray cluster."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -54,10 +55,7 @@ class TrialProcess:
         finally:
             inner.close()
         self.pid = self._process.pid
-        try:
-            self._end.send_bytes(json.dumps(task).encode())
-        except OSError:  # It has ended; `news` reports how.
-            pass
+        self._send(task)
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         """The messages since the last call; the last one has the key "end", however the process ended.
@@ -81,10 +79,11 @@ class TrialProcess:
 
     def answer(self, prune: bool) -> None:
         """Lets the trial continue after an epoch, or prunes it."""
-        try:
-            self._end.send_bytes(json.dumps({"prune": prune}).encode())
-        except OSError:  # It has ended; `news` reports how.
-            pass
+        self._send({"prune": prune})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # It has ended; `news` reports how.
+            self._end.send_bytes(json.dumps(message).encode())
 
     def stop(self, grace_period_s: float = 0.0) -> None:
         """Ends the process, and waits for its end.
@@ -94,10 +93,8 @@ class TrialProcess:
         """
         if grace_period_s and self._process.poll() is None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_period_s)
-            except subprocess.TimeoutExpired:
-                pass
         # Kills the whole session, including the trial's child processes.
         processes.send_to_group(self._process.pid, signal.SIGKILL)
         self._process.wait(_STOP_S)

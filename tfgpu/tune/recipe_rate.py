@@ -1,6 +1,5 @@
 """The learning rate range test of a recipe."""
 
-from tfgpu.errors import InputError
 from tfgpu.recipes import building, runner
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune.range_test import RangeTest, learning_rate
@@ -16,9 +15,7 @@ def of_recipe(what: Recipe, *, lowest: float = 1e-6, highest: float = 1.0, steps
     Raises:
         InputError: the recipe or an argument is invalid, or the process belongs to a cluster.
     """
-    cluster = runner.check(what, None, resume=False, overwrite=False)
-    if cluster.is_multi_worker:
-        raise InputError("The range test runs in one process, but the environment has a cluster. Unset TF_CONFIG.")
+    cluster = runner.check_alone(what, "The range test runs")
     with building.prepare(what):
         job = building.build(what, cluster)
         return learning_rate(job.model, job.data, lowest=lowest, highest=highest, steps=steps)

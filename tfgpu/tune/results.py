@@ -1,5 +1,6 @@
 """The results of a study, and their form on a terminal."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,10 +76,7 @@ def best_of(trials: tuple[TrialResult, ...]) -> TrialResult | None:
         >>> best_of((TrialResult(0, "complete", {}, 0.1, 0.5), TrialResult(1, "complete", {}, 0.1, 0.4))).number
         1
     """
-    complete = [trial for trial in trials if trial.status == "complete" and trial.value is not None]
-    if not complete:
-        return None
-    return min(complete, key=lambda t: (t.value, t.val_loss if t.val_loss is not None else float("inf"), t.number))
+    return next((trial for trial in by_value(trials) if trial.status == "complete" and trial.value is not None), None)
 
 
 def by_value(trials: Sequence[TrialResult]) -> list[TrialResult]:
@@ -89,15 +87,11 @@ def by_value(trials: Sequence[TrialResult]) -> list[TrialResult]:
         >>> [trial.number for trial in by_value(trials)]
         [1, 0]
     """
-    largest = float("inf")
-    return sorted(
-        trials,
-        key=lambda t: (
-            largest if t.value is None else t.value,
-            largest if t.val_loss is None else t.val_loss,
-            t.number,
-        ),
-    )
+
+    def rank(trial: TrialResult) -> tuple[float, ...]:
+        return (*(math.inf if each is None else each for each in (trial.value, trial.val_loss)), trial.number)
+
+    return sorted(trials, key=rank)
 
 
 def text_of(value: float | None, monitor: str) -> str:

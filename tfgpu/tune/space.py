@@ -138,8 +138,7 @@ def parse_search(search: Mapping[str, Any] | Sequence[str]) -> dict[str, Domain]
             if name.strip() in named:
                 raise InputError(f"--search gives {name.strip()!r} twice. Keep one of them.")
             named[name.strip()] = values.strip()
-    found = {str(name): _domain(str(name), values) for name, values in (named or dict(search or {})).items()}
-    return found
+    return {str(name): _domain(str(name), values) for name, values in (named or dict(search or {})).items()}
 
 
 def check(space: Space, base: Recipe) -> None:

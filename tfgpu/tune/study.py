@@ -86,7 +86,10 @@ def study(
         >>> result.best.settings["optimizer"], result.test_accuracy                  # doctest: +SKIP
         ('nadam', 0.98)
     """
-    _check_numbers(trials=trials, parallel=parallel, timeout_s=timeout_s)
+    whole_number("trials", trials)
+    whole_number("parallel", parallel)
+    if timeout_s is not None:
+        positive("timeout_s", timeout_s)
     for name, value, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, PRUNERS)):
         if value is not None and value not in known:
             raise unknown(name, value, known)
@@ -308,10 +311,3 @@ def _check_styles(spec: StudySpec) -> None:
             for value in getattr(spec.space.get(name), "values", given):
                 if value is not None and value not in known:
                     raise unknown(kind, value, known)
-
-
-def _check_numbers(*, trials: int, parallel: int, timeout_s: float | None) -> None:
-    for name, value in (("trials", trials), ("parallel", parallel)):
-        whole_number(name, value)
-    if timeout_s is not None:
-        positive("timeout_s", timeout_s)
