@@ -1,10 +1,12 @@
 """The errors that tfgpu raises on purpose, the end of a preempted process, and the sentence for an unknown name."""
 
 import difflib
+import importlib
 import math
 import numbers
 import re
 from collections.abc import Iterable
+from types import ModuleType
 
 MOST_NAMED = 40
 """How many choices an error lists."""
@@ -157,6 +159,27 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:
     shown = ", ".join(names[:MOST_NAMED])
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return InputError(f"Unknown {kind} {name!r}.{hint} Choices: {shown}{more}.")
+
+
+def required(package: str, message: str, kind: type[Exception] = InputError) -> ModuleType:
+    """Imports an optional package.
+
+    Args:
+        package: its full name.
+        message: what needs it, and how to install it.
+        kind: of the error.
+
+    Raises:
+        InputError, MachineError: it is not installed.
+
+    Example:
+        >>> required("json", "Settings need json.").dumps([1])
+        '[1]'
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise kind(message) from error
 
 
 def no_script(script: str) -> InputError:

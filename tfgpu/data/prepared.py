@@ -10,7 +10,7 @@ from tfgpu.data.decoding import Files, Reading, open_files
 from tfgpu.data.examples import Examples
 from tfgpu.data.records import Index
 from tfgpu.data.splits import PARTS
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, required, unknown
 
 
 def open_tfds(name: str, reading: Reading) -> Examples:
@@ -103,12 +103,8 @@ def shape_of(name: str, image_size: tuple[int, int] | None = None) -> tuple[tupl
 
 
 def _builder(name: str):
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise MachineError(
-            "tfds: sources need tensorflow-datasets. Run: pip install tensorflow-datasets importlib_resources"
-        ) from error
+    message = "tfds: sources need tensorflow-datasets. Run: pip install tensorflow-datasets importlib_resources"
+    tfds = required("tensorflow_datasets", message, MachineError)
     try:
         builder = tfds.builder(name)
     except tfds.core.DatasetNotFoundError as error:

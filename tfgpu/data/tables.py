@@ -25,7 +25,7 @@ from tfgpu.data.records import find, parts_of
 from tfgpu.data.spool import keep_rows
 from tfgpu.data.structure.arrays import number_of
 from tfgpu.data.structure.opening import open_structured
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, required, unknown
 
 LABELS = ("label", "class", "target", "y")
 WEIGHT = "sample_weight"
@@ -93,11 +93,7 @@ def _whole(rows: Iterator, labels: dict[str, bool], name: str, reading: Reading)
 
 
 def _arrow():
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise MachineError("CSV and Parquet sources need pyarrow. Run: pip install 'tfgpu[arrow]'") from error
-    return pyarrow
+    return required("pyarrow", "CSV and Parquet sources need pyarrow. Run: pip install 'tfgpu[arrow]'", MachineError)
 
 
 def label_column(path: Path, columns: list[str], asked: str | None) -> str:

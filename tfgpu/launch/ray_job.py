@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError, MachineError, positive, unknown
+from tfgpu.errors import MachineError, positive, required, unknown
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.links import EngineLink
 from tfgpu.launch.functions.relay import Message, Relay, Work
@@ -73,7 +73,7 @@ def ray_job(
     Example:
         history = tfgpu.launch.ray_job(train, workers=4, gpus_per_worker=1, max_restarts=3, on_progress=print)
     """
-    ray = _ray()
+    ray = required("ray", "`ray_job` needs Ray. Run: pip install 'tfgpu[ray]'")
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
     positive("cpus_per_worker", cpus_per_worker)
@@ -131,15 +131,6 @@ class RayLink(EngineLink):
 
     def send(self, do: str, **facts: Any) -> None:
         self.actor.send.remote(do, facts)
-
-
-def _ray():
-    try:
-        import ray
-        import ray.util.placement_group
-    except ImportError as error:
-        raise InputError("`ray_job` needs Ray. Run: pip install 'tfgpu[ray]'") from error
-    return ray
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, required
 from tfgpu.tune.space import Choice, Domain, Range, Space
 
 FILE = "journal.log"
@@ -28,11 +28,7 @@ def optuna() -> Any:
     Raises:
         InputError: it is not installed.
     """
-    try:
-        import optuna as found
-    except ImportError as error:
-        raise InputError("A study needs Optuna. Run: pip install 'tfgpu[tune]'") from error
-    return found
+    return required("optuna", "A study needs Optuna. Run: pip install 'tfgpu[tune]'")
 
 
 class Journal:

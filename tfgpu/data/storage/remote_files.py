@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tfgpu.data.storage.block_cache import BlockCache
-from tfgpu.errors import InputError, MachineError, is_number, whole_number
+from tfgpu.errors import InputError, MachineError, is_number, required, whole_number
 
 BLOCK_BYTES = 1 << 20
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, InputError)
@@ -260,10 +260,7 @@ class RemoteFile:
 
 def _open(url: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
-    try:
-        import fsspec
-    except ImportError as error:
-        raise MachineError(_missing(protocol)) from error
+    fsspec = required("fsspec", _missing(protocol), MachineError)
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:

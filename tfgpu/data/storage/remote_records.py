@@ -14,7 +14,7 @@ from tfgpu.data.examples import Examples
 from tfgpu.data.names import TABLE_ENDS, SourceName
 from tfgpu.data.places import FOOT, HEAD, Index, masked, scan
 from tfgpu.data.storage.remote_files import Remote, RemoteFile, Storage
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, required
 
 _AHEAD = 8  # blocks to fetch ahead while files are scanned
 
@@ -86,7 +86,8 @@ class RemoteIndex(Index):
     """
 
     def __init__(self, paths: list[RemoteFile], *, known=None):
-        self._crc, self._files = _crc32c(), paths
+        message = "Remote shards need google-crc32c. Run: pip install 'tfgpu[remote]'"
+        self._crc, self._files = required("google_crc32c", message, MachineError).value, paths
         super().__init__(paths, known=known)
         self._ends = self._ends_in_files()
 
@@ -148,11 +149,3 @@ def _content(framed: bytes, crc) -> bytes | None:
     if len(content) < length or sums != struct.pack("<II", masked(crc(framed[:8])), masked(crc(content))):
         return None
     return content
-
-
-def _crc32c():
-    try:
-        import google_crc32c
-    except ImportError as error:
-        raise MachineError("Remote shards need google-crc32c. Run: pip install 'tfgpu[remote]'") from error
-    return google_crc32c.value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfgpu import atomic
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, required
 from tfgpu.launch.restarts import WRONG_INPUT
 
 CALL, RESULT, DATA = "call.pickle", "result.pickle", "data.pickle"
@@ -47,15 +47,6 @@ def write(folder: Path, call: bytes, data: object = None) -> Path:
     return script
 
 
-def result_of(folder: Path) -> bytes:
-    """Reads what the function returned, pickled.
-
-    Raises:
-        OSError: it has not returned.
-    """
-    return (folder / RESULT).read_bytes()
-
-
 def main(script: str) -> None:
     """Makes the call that is pickled next to `script`, and writes its result there.
 
@@ -84,11 +75,8 @@ def _packed(result) -> bytes:
 
 
 def _cloudpickle():
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise InputError(
-            "Functions are sent with cloudpickle, which is not installed. Run `pip install 'tfgpu[ray]'` or "
-            "`pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of a script."
-        ) from error
-    return cloudpickle
+    return required(
+        "cloudpickle",
+        "Functions are sent with cloudpickle, which is not installed. Run `pip install 'tfgpu[ray]'` or "
+        "`pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of a script.",
+    )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, required, unknown
 from tfgpu.launch.spark.row_assignment import RowAssignment
 
 Columns = str | Sequence[str] | Mapping[str, object]
@@ -234,12 +234,9 @@ def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
 
 def pyarrow():
     """The module, which Spark also needs wherever Python receives Arrow data."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise InputError("Spark's data needs pyarrow. Run on all machines: pip install 'tfgpu[spark]'") from error
-    return pyarrow
+    message = "Spark's data needs pyarrow. Run on all machines: pip install 'tfgpu[spark]'"
+    required("pyarrow.ipc", message)
+    return required("pyarrow", message)
 
 
 def planned(part: Columns, names: Sequence[str]):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError, MachineError, whole_number
+from tfgpu.errors import InputError, MachineError, required, whole_number
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.spark import channel
@@ -133,12 +133,9 @@ def pyspark_sql():
     Raises:
         InputError: Spark is not installed.
     """
-    try:
-        import pyspark.sql
-    except ImportError as error:
-        raise InputError("`spark_job` and `spark_predict` need Spark. Run: pip install 'tfgpu[spark]'") from error
+    sql = required("pyspark.sql", "`spark_job` and `spark_predict` need Spark. Run: pip install 'tfgpu[spark]'")
     spark_data.pyarrow()
-    return pyspark.sql
+    return sql
 
 
 def _check(assignment: RowAssignment) -> None:
