@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfgpu.data import cache, splits
 from tfgpu.data.examples import Examples, labels_of
+from tfgpu.data.position import on_cpu
 from tfgpu.data.structure.arrays import Task
 from tfgpu.errors import InputError, MachineError, whole_number
 
@@ -198,8 +199,7 @@ def _examine(files: Files, reading: Reading) -> Examples:
     if not len(own["train"]):
         raise InputError(f"{files.name}: none of its training examples can be read. Check the files.")
     facts = {"labels": labels, "shape": shape, "class_names": class_names, "own": own, "skipped": lost}
-    with tf.device("CPU:0"):
-        good = tf.constant(survey.good)
+    good = on_cpu(survey.good)
     if files.encoded is not None and channels:
         facts["encoded"] = lambda place: files.encoded(tf.gather(good, place))
     if whole:

@@ -37,8 +37,7 @@ def order(examples: Examples, indices: np.ndarray, settings: Settings) -> tuple[
     seed = settings.seed
     if examples.blend is not None:
         return examples.blend.order(indices, seed=seed, shuffle=settings.shuffle)
-    with tf.device("CPU:0"):
-        indices = tf.constant(indices)
+    indices = position.on_cpu(indices)
     return len(indices), lambda epoch: position.order(indices, seed=seed, epoch=epoch) if settings.shuffle else indices
 
 
@@ -47,8 +46,7 @@ def gatherer(examples: Examples) -> Callable | None:
     if examples.structure is None:
         return None
     gather, planes = examples.structure.gatherer(), examples.structure.planes
-    with tf.device("CPU:0"):
-        labels = tf.constant(examples.labels)
+    labels = position.on_cpu(examples.labels)
 
     def named(x, index):
         inputs, targets, weights = gather(index)
@@ -105,8 +103,7 @@ def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.dat
     if not len(indices):
         return None
     classes, gather = len(examples.class_names), gatherer(examples)
-    with tf.device("CPU:0"):
-        indices = tf.constant(indices)
+    indices = position.on_cpu(indices)
 
     def change(epoch, places, x, y, shard=None):
         x, y, own = (x, y, None) if gather is None else gather(x, y)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import check_encodable
+from tfgpu.data.position import on_cpu
 from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
@@ -56,8 +57,7 @@ def open_folder(folder: str, reading: Reading) -> Examples:
             labels += [class_names.index(name)] * len(files)
         own[part] = np.arange(first, len(paths))
     check_encodable(paths)
-    with tf.device("CPU:0"):
-        path_of, label_of = tf.constant([str(p) for p in paths]), tf.constant(labels, tf.int64)
+    path_of, label_of = on_cpu([str(p) for p in paths]), on_cpu(labels, tf.int64)
     files = Files(
         name=root.name,
         count=len(paths),

@@ -116,8 +116,7 @@ class Blend:
         if empty:
             raise InputError(f"Source {', '.join(empty)} of the mixture has no training examples. Remove it.")
         counts = self.counts(indices)
-        with tf.device("CPU:0"):
-            parts = [tf.constant(part) for part in parts]
+        parts = [position.on_cpu(part) for part in parts]
         evenly = np.argsort(np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n]), kind="stable")
 
         def order(epoch: tf.Tensor) -> tf.Tensor:
@@ -228,8 +227,7 @@ def _ahead(opened: Sequence[Examples], starts: np.ndarray):
 
 def _chosen(opened: Sequence[Examples], starts: np.ndarray, function):
     """Calls the function with the source that an index belongs to, and its index there."""
-    with tf.device("CPU:0"):
-        ends = tf.constant(starts[1:])
+    ends = position.on_cpu(starts[1:])
 
     def call(index: tf.Tensor) -> tf.Tensor:
         which = tf.reduce_sum(tf.cast(index >= ends, tf.int32))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.data.position import on_cpu
 from tfgpu.errors import InputError
 
 HEAD, FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
@@ -47,8 +48,7 @@ class Index:
         counts = [len(starts) for starts, _ in scanned]
         offsets = np.concatenate([np.asarray(starts, np.int64) for starts, _ in scanned])
         places = np.concatenate([np.arange(count) for count in counts])
-        with tf.device("CPU:0"):
-            self._paths = tf.constant([str(p) for p in paths])
+        self._paths = on_cpu([str(p) for p in paths])
         self._put(offsets, np.repeat(np.arange(len(paths)), counts), places)
 
     def _scan(self, path: Path) -> tuple[list[int], bool]:
@@ -57,9 +57,7 @@ class Index:
 
     def _put(self, offsets: np.ndarray, file_of: np.ndarray, places: np.ndarray) -> None:
         self.offsets, self.file_of, self.places = offsets, file_of, places
-        with tf.device("CPU:0"):
-            self._offsets, self._file_of = tf.constant(offsets), tf.constant(file_of)
-            self._places = tf.constant(places)
+        self._offsets, self._file_of, self._places = on_cpu(offsets), on_cpu(file_of), on_cpu(places)
 
     def reordered(self, order: np.ndarray) -> "Index":
         """Returns an index whose record `i` is this one's `order[i]`."""

@@ -17,6 +17,12 @@ _ORDER, _NUMBERS, _BATCHES = 1, 2, 3  # each use has separate random numbers
 _EPOCH_BITS = 31  # of a position: the others hold the first batch
 
 
+def on_cpu(values, dtype: tf.DType | None = None) -> tf.Tensor:
+    """A constant on the CPU, where input pipelines run."""
+    with tf.device("CPU:0"):
+        return tf.constant(values, dtype)
+
+
 class Counter:
     """Counts the epochs.
 

@@ -32,6 +32,7 @@ from tfgpu.data import manifest
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
 from tfgpu.data.examples import Examples
 from tfgpu.data.places import Index
+from tfgpu.data.position import on_cpu
 from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
@@ -182,8 +183,7 @@ def _labels_of(shards: Sequence[manifest.Shard], index: Index, order: np.ndarray
     if any(shard.labels is None for shard in shards):
         return {"label": lambda i: _parse_label(index.record(i), features)}
     labels = np.concatenate([manifest.unpack(shard.labels, shard.examples) for shard in shards])[order]
-    with tf.device("CPU:0"):
-        label_of = tf.constant(labels)
+    label_of = on_cpu(labels)
     return {"label": lambda i: label_of[i], "labels": labels}
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
 from tfgpu.data.examples import Examples, features, from_arrays, labeled, mapped
+from tfgpu.data.position import on_cpu
 from tfgpu.data.records import Index
 from tfgpu.data.splits import PARTS, first_of
 from tfgpu.errors import InputError, MachineError
@@ -95,8 +96,7 @@ def keep_images(
         raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     image, size = images.finish()
     labels = np.asarray(labels)
-    with tf.device("CPU:0"):
-        label_of = tf.constant(labels)
+    label_of = on_cpu(labels)
     files = Files(
         name=name,
         count=len(labels),
@@ -173,8 +173,7 @@ class _Images:
         if self._writer is not None:
             self._writer.close()
             return Index([self._path]).record, self._size
-        with tf.device("CPU:0"):
-            images = tf.constant(self._kept)
+        images = on_cpu(self._kept)
         return lambda i: images[i], self._size
 
 

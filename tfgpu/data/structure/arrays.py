@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.names import TASKS
+from tfgpu.data.position import on_cpu
 from tfgpu.errors import InputError, unknown
 
 
@@ -42,8 +43,7 @@ class Structure:
         """Returns a function from indices to inputs, targets and weights; None for what is missing."""
 
         def reader(values: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
-            with tf.device("CPU:0"):
-                tensor = tf.constant(values)
+            tensor = on_cpu(values)
             return lambda index: tf.gather(tensor, index)
 
         readers = [None if each is None else tf.nest.map_structure(reader, each) for each in self.all()]

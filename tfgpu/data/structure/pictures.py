@@ -7,9 +7,10 @@
 Pictures and masks are read by place, like those of a folder by class; tables and boxes lie in memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tfgpu.data.decoding import Files, Reading, decode_image, open_files, resize
 from tfgpu.data.examples import Examples
 from tfgpu.data.folders import SUFFIXES, images_below
 from tfgpu.data.names import SourceName, check_encodable
+from tfgpu.data.position import on_cpu
 from tfgpu.data.records import find, parts_of
 from tfgpu.data.splits import PARTS
 from tfgpu.data.structure import coco
@@ -46,14 +48,7 @@ def open_pictures(source: SourceName, reading: Reading) -> Examples:
 def _from_table(source: SourceName, reading: Reading) -> Examples:
     paths = find(source.value, end=".csv")
     kind = "parquet" if paths[0].name.endswith(".parquet") else "csv"
-    pictures, rows, own = [], [], {}
-    for part, numbers in parts_of(paths).items():
-        first = len(pictures)
-        for at in numbers:
-            named, values = _table(paths[at], kind, source.label)
-            pictures += named
-            rows.append(values)
-        own[part] = np.arange(first, len(pictures))
+    pictures, own, rows = _read_all(paths, lambda path: _table(path, kind, source.label))
     if len({tuple(each) for each in rows}) > 1:
         raise InputError(f"{source.value}: all tables must have the same columns. Received: {list(map(list, rows))}.")
     columns = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
@@ -61,6 +56,19 @@ def _from_table(source: SourceName, reading: Reading) -> Examples:
     y = next(iter(columns.values())) if len(columns) == 1 else columns
     name = Path(source.value).name
     return with_targets(_opened(name, pictures, own, reading), y, weights, task=reading.task)
+
+
+def _read_all(paths: list[Path], read: Callable[[Path], tuple[Sequence[Path], Any]]) -> tuple[list, dict, list]:
+    """The pictures of all files, in the order of their splits; the splits; and what else `read` has found in each."""
+    pictures, own, found = [], {}, []
+    for part, numbers in parts_of(paths).items():
+        first = len(pictures)
+        for at in numbers:
+            named, about = read(paths[at])
+            pictures += named
+            found.append(about)
+        own[part] = np.arange(first, len(pictures))
+    return pictures, own, found
 
 
 def _table(path: Path, kind: str, asked: str | None) -> tuple[list[Path], dict[str, np.ndarray]]:
@@ -87,15 +95,11 @@ def _table(path: Path, kind: str, asked: str | None) -> tuple[list[Path], dict[s
 
 
 def _from_coco(source: SourceName, reading: Reading) -> Examples:
-    paths = find(source.value, end=".json")
-    pictures, own, annotated = [], {}, []
-    for part, numbers in parts_of(paths).items():
-        first = len(pictures)
-        for at in numbers:
-            found = coco.read(paths[at], source.label)
-            pictures += found.pictures
-            annotated.append(found)
-        own[part] = np.arange(first, len(pictures))
+    def read(path: Path) -> tuple[Sequence[Path], coco.Annotated]:
+        found = coco.read(path, source.label)
+        return found.pictures, found
+
+    pictures, own, annotated = _read_all(find(source.value, end=".json"), read)
     y, class_names = coco.targets(annotated, reading.image_size)
     examples = with_targets(_opened(Path(source.value).name, pictures, own, reading), y, None, task=None)
     return replace(examples, structure=replace(examples.structure, class_names=class_names))
@@ -167,9 +171,8 @@ def _opened(
     _check_there(name, pictures)
     check_encodable([*pictures, *(masks or ())])
     count = len(pictures)
-    with tf.device("CPU:0"):
-        path_of = tf.constant([str(path) for path in pictures])
-        mask_of = None if masks is None else tf.constant([str(path) for path in masks])
+    path_of = on_cpu([str(path) for path in pictures])
+    mask_of = None if masks is None else on_cpu([str(path) for path in masks])
 
     def read(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         image = decode_image(tf.io.read_file(tf.gather(path_of, i)), reading.image_size)
