@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tfgpu.errors import InputError, is_number, unknown, whole_number
+from tfgpu.recipes.wording import is_rising
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class EarlyStopping:
         whole_number("start_epoch", self.start_epoch)
         if not isinstance(self.restore_best, bool):
             raise ValueError(f"`restore_best` must be true or false. Received: {self.restore_best!r}")
+
+    @property
+    def direction(self) -> str:
+        """`"max"` if more of the metric is better, else `"min"`."""
+        if self.mode != "auto":
+            return self.mode
+        return "max" if is_rising(self.monitor) else "min"
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,10 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         InputError: something in the recipe is invalid.
     """
     # The strategy comes first: workers must connect before anything else initializes TensorFlow's devices.
-    if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
-        rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
+    if what.strategy in ("auto", "multi_worker"):
+        join(what, cluster)
     strategy = strategy_of(what, cluster)
-    replicas = strategy.num_replicas_in_sync
-    if what.global_batch < replicas:
-        raise InputError(
-            "`global_batch` must be at least the number of replicas. "
-            f"Received: global_batch={what.global_batch}, replicas={replicas}. "
-            f"Use {replicas} or more, or fewer devices."
-        )
+    check_batch(what, strategy.num_replicas_in_sync)
     data = open_data(what, cluster, source=source)
     _check_parts(data, what)
     ends = heads.heads_of(data.info, classes=what.classes)
@@ -78,6 +72,21 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, heads=ends)
     ending = endings.callbacks(what)
     return Job(what, cluster, strategy, data, model, ends, schedule.callbacks, ending)
+
+
+def join(what: Recipe, cluster: Cluster) -> None:
+    """Waits for the other workers, if there are any, and compares their recipes."""
+    if cluster.is_multi_worker:
+        rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
+
+
+def check_batch(what: Recipe, replicas: int) -> None:
+    """Raises `InputError` if a batch has fewer rows than there are replicas."""
+    if what.global_batch < replicas:
+        raise InputError(
+            f"`global_batch` must be at least the number of replicas. Received: global_batch={what.global_batch}, "
+            f"replicas={replicas}. Use {replicas} or more, or fewer devices."
+        )
 
 
 def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:

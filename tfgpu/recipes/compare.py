@@ -187,15 +187,15 @@ def render(comparison: Comparison) -> str:
                     {"text": text(name, run.results.get(name)), "best": run.results.get(name) == best[name]}
                     for name in results
                 ],
-                "settings": [_shown(values[at]) for values in comparison.differing.values()],
-                "about": [_shown(values[at]) for values in comparison.about.values()],
+                "settings": [wording.plain(values[at]) for values in comparison.differing.values()],
+                "about": [wording.plain(values[at]) for values in comparison.about.values()],
             }
             for at, run in enumerate(comparison.runs)
         ],
         results=[_title(name) for name in results],
         differing=list(comparison.differing),
         about=list(comparison.about),
-        same={name: _shown(value) for name, value in comparison.same.items()},
+        same={name: wording.plain(value) for name, value in comparison.same.items()},
         charts=[chart for name in _metrics(comparison.runs) if (chart := _chart(name, comparison.runs))],
     )
 
@@ -207,7 +207,7 @@ def text(name: str, value: float | None) -> str:
     if "accuracy" in name:
         return f"{value:.2%}"
     if name == "training_s":
-        return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+        return wording.seconds(value)
     return f"{value:,.0f}" if name in ("epochs", "examples/s") else f"{value:.4g}"
 
 
@@ -318,13 +318,3 @@ def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    if value is None or value in ({}, (), []):
-        return "-"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_shown(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value))
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

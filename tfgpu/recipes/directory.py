@@ -4,6 +4,8 @@ A directory contains a run if it has a `config.yaml` written by one. Only a run'
 """
 
 import contextlib
+import fcntl
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,11 +19,6 @@ import yaml
 from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.recipes.recipe import FACTS, INPUT, Recipe, make, read, read_facts
-
-try:
-    import fcntl
-except ImportError:  # on Windows, two runs in one directory are not detected
-    fcntl = None
 
 CONFIG = "config.yaml"
 MODEL = "model.keras"
@@ -204,20 +201,16 @@ def _make_fresh(recipe: Recipe) -> tuple[Path, list[Path]]:
     model = "".join(c if c.isalnum() or c in "._-" else "-" for c in recipe.model)
     base = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
     _, made = _make(base.parent)
-    number = 1
-    while True:
+    for number in itertools.count(1):
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir()
-            return path, [path, *made]
-        except FileExistsError:
-            number += 1
+            break
+    return path, [path, *made]
 
 
 def lock(path: Path, held: contextlib.ExitStack, error: str) -> None:
     """Holds the folder for this process until `held` closes; raises an InputError with `error` if another has it."""
-    if fcntl is None:
-        return
     opened = os.open(path, os.O_RDONLY)
     held.callback(os.close, opened)
     try:

@@ -60,7 +60,7 @@ def run(what: Recipe) -> list[str]:
             "a few lines."
         )
     known = shape_of(what)
-    cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
+    cluster = runner.check(what, is_dry=known is not None)
     if cluster.is_multi_worker:
         raise InputError("A dry run needs a single process. Received: a cluster. Unset TF_CONFIG.")
     with contextlib.ExitStack() as held:

@@ -8,7 +8,6 @@ import keras
 from tfgpu.callbacks.averages import EvaluateAverages
 from tfgpu.recipes import agreement
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.recipes.wording import is_rising
 
 BEGINNING = 0.1
 """A moving average with a larger share of the first step's weights has seen too few steps."""
@@ -44,7 +43,7 @@ def callbacks(what: Recipe) -> tuple[keras.callbacks.Callback, ...]:
             EarlyStopping(
                 averages,
                 monitor=stopping.monitor,
-                mode=_mode(stopping),
+                mode=stopping.direction,
                 min_delta=stopping.min_delta,
                 patience=what.early_stopping,
                 start_from_epoch=stopping.start_epoch - 1,
@@ -94,9 +93,3 @@ def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_
         f"This run ends with a moving average in which the weights of the first step have a share of {share:.1%}. More "
         f"than {BEGINNING:.0%} makes poor weights. Lower the momentum, or train for more epochs."
     )
-
-
-def _mode(stopping: agreement.EarlyStopping) -> str:
-    if stopping.mode != "auto":
-        return stopping.mode
-    return "max" if is_rising(stopping.monitor) else "min"

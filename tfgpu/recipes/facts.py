@@ -181,7 +181,7 @@ def _result(
     return {
         **{wording.title(f"test_{name}"): _digits(name, number) for name, number in tested.items()},
         "weights": facts["final_weights"],
-        "training time": _seconds(facts["training_time_s"]),
+        "training time": wording.seconds(facts["training_time_s"]),
         **_peaks(rows),
         "started": facts["started"].replace("T", " "),
         "finished": facts["finished"].replace("T", " "),
@@ -202,12 +202,8 @@ def _cards(
     epochs = f"{len(rows)} epoch{'' if len(rows) == 1 else 's'}"
     cards = [
         ("parameters", f"{facts['parameters']:,}", ""),
-        ("training time", _seconds(sum(row["epoch_time_s"] for row in rows)), epochs),
-        (
-            "step time",
-            f"{step_s * 1e3:.1f} ms",
-            f"{recipe.global_batch / step_s:,.0f} examples/s" if step_s else "",
-        ),
+        ("training time", wording.seconds(sum(row["epoch_time_s"] for row in rows)), epochs),
+        ("step time", f"{step_s * 1e3:.1f} ms", f"{recipe.global_batch / step_s:,.0f} examples/s" if step_s else ""),
     ]
     if best and "val_perplexity" in rows[best - 1]:
         lowest = min(range(len(rows)), key=lambda at: rows[at]["val_perplexity"])
@@ -284,17 +280,5 @@ def where(facts: Mapping[str, Any]) -> str:
     return f"{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
-
-
 def _text(value: Any) -> str:
-    if value is None or value in ({}, (), []):
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return "; ".join(_text(item) for item in value)
-    return str(value)
+    return wording.plain(value, "; ")

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfgpu import rendezvous
 from tfgpu.cluster import Cluster
 from tfgpu.data.feed import Feed
 from tfgpu.errors import InputError
@@ -24,7 +23,6 @@ from tfgpu.recipes import building, compiling, endings
 from tfgpu.recipes.building import Job
 from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.rendezvous.facts import of_settings
 from tfgpu.training.perplexity import Perplexity
 
 _log = logging.getLogger(__name__)
@@ -74,8 +72,7 @@ def build(what: Recipe, cluster: Cluster) -> Job:
     presets.check_library()
     path = Path(what.data)
     records = conversations.read(path)
-    if cluster.is_multi_worker:
-        rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
+    building.join(what, cluster)
     layout = _layout(what, cluster)
     _check_batch(what, layout)
     with layout.scope():
@@ -134,12 +131,7 @@ def _layout(what: Recipe, cluster: Cluster) -> layouts.Layout:
 
 
 def _check_batch(what: Recipe, layout: layouts.Layout) -> None:
-    count = _replicas(layout)
-    if what.global_batch < count:
-        raise InputError(
-            f"`global_batch` must be at least the number of replicas. Received: global_batch={what.global_batch}, "
-            f"replicas={count}. Use {count} or more, or fewer devices."
-        )
+    building.check_batch(what, _replicas(layout))
     if what.recompute and layout.name in ("zero3", "pipeline", "tensor"):
         raise InputError(
             f"The layout {layout.name} decides itself what is recomputed. Received: recompute. Remove --recompute."

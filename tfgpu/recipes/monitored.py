@@ -59,27 +59,19 @@ def shown(monitored: Monitored) -> dict[str, Any]:
     busy = ("gpu_utilization", "cpu_share_mean") if has_gpu else ("cpu_share_mean",)
     memory = ("gpu_memory", "memory_bytes_max") if has_gpu else ("memory_bytes_max",)
     title = "GPU and CPU, busy" if has_gpu else "CPU, busy (of its cores)"
+    memory_title = "Memory, GiB" if has_gpu else "Memory of the process, GiB"
+    disks = ("disk_read_bytes_per_s_mean", "disk_written_bytes_per_s_mean")
+
+    def chart(title: str, names: Sequence[str], **how: Any) -> dict[str, Any] | None:
+        return drawing.chart(title, drawn, names, from_zero=True, **how)
+
     charts = [
-        drawing.chart(title, drawn, busy, labels=labels if has_gpu else None, scale=100, ticks=percent, from_zero=True),
-        drawing.chart("Waiting for data", drawn, ("input_wait",), scale=100, ticks=percent, from_zero=True),
-        drawing.chart(
-            "Memory, GiB" if has_gpu else "Memory of the process, GiB",
-            drawn,
-            memory,
-            labels=labels if has_gpu else None,
-            scale=2**-30,
-            from_zero=True,
-        ),
-        drawing.chart(
-            "Disks, MB/s",
-            drawn,
-            ("disk_read_bytes_per_s_mean", "disk_written_bytes_per_s_mean"),
-            labels=labels,
-            scale=1e-6,
-            from_zero=True,
-        ),
-        drawing.chart("Energy per example, J", drawn, ("energy_per_example_j",), from_zero=True),
-        drawing.chart("Power of the GPUs, W", drawn, ("gpu_power",), from_zero=True),
+        chart(title, busy, labels=labels if has_gpu else None, scale=100, ticks=percent),
+        chart("Waiting for data", ("input_wait",), scale=100, ticks=percent),
+        chart(memory_title, memory, labels=labels if has_gpu else None, scale=2**-30),
+        chart("Disks, MB/s", disks, labels=labels, scale=1e-6),
+        chart("Energy per example, J", ("energy_per_example_j",)),
+        chart("Power of the GPUs, W", ("gpu_power",)),
     ]
     return {
         "limit": limited(rows),

@@ -132,12 +132,6 @@ def _confusion(counts: Sequence[Sequence[int]] | None, names: Sequence[str]) -> 
 def _most_confused(counts: Sequence[Sequence[int]] | None, names: Sequence[str]) -> list[str]:
     if counts is None:
         return []
-    wrong = [
-        (count, true, guess)
-        for true, row in enumerate(counts)
-        for guess, count in enumerate(row)
-        if count and guess != true
-    ]
-    return [
-        f"{names[true]} taken for {names[guess]}: {count}" for count, true, guess in sorted(wrong, reverse=True)[:5]
-    ]
+    cells = [(count, true, guess) for true, row in enumerate(counts) for guess, count in enumerate(row)]
+    wrong = sorted((cell for cell in cells if cell[0] and cell[1] != cell[2]), reverse=True)
+    return [f"{names[true]} taken for {names[guess]}: {count}" for count, true, guess in wrong[:5]]

@@ -212,16 +212,24 @@ def _train(
                 directory.write_config(path, job.recipe, about)
             checkpoint = _checkpoint(job, shared, writer, resume=resume)
             position = checkpoint.restore(job.model) if resume else None
-            first = position.epoch if position else 0
-            done = [dict(row) for row in position.history] if position else []
+            first, done = (position.epoch, [dict(row) for row in position.history]) if position else (0, [])
             metrics = MetricsFile(path / directory.METRICS if path else None, rows=done, writer=writer)
             metrics.write()
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
             callbacks = [*job.schedule_callbacks, *job.ending_callbacks, Memory(), metrics, watch, events]
             callbacks += [*_monitor(job, shared), *([progress] if progress else []), *more, checkpoint]
+            job.data.seek(first)
             # Even with no epoch left: the last checkpoint precedes the end of `fit`, which assigns averaged weights.
-            _fit(job, first, callbacks)
+            job.model.fit(
+                job.data.train,
+                validation_data=job.data.validation,
+                initial_epoch=first,
+                epochs=job.recipe.epochs,
+                callbacks=callbacks,
+                shuffle=False,  # the data is already shuffled
+                verbose=0,
+            )
             return metrics.rows
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_interrupt(path, made, watch, resume=resume)) from None
@@ -241,19 +249,6 @@ def _monitor(job: building.Job, path: Path | None) -> list[Monitor]:
     if not job.recipe.watch_machine or path is None:
         return []
     return [Monitor(path / directory.MONITOR, tensorboard=path / directory.LOGS, worker=job.cluster.rank)]
-
-
-def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
-    job.data.seek(first)
-    job.model.fit(
-        job.data.train,
-        validation_data=job.data.validation,
-        initial_epoch=first,
-        epochs=job.recipe.epochs,
-        callbacks=callbacks,
-        shuffle=False,  # the data is already shuffled
-        verbose=0,
-    )
 
 
 def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:

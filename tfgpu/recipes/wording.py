@@ -1,4 +1,7 @@
-"""How metrics are written for readers. Imports no TensorFlow."""
+"""How metrics and settings are written for readers. Imports no TensorFlow."""
+
+from collections.abc import Mapping
+from typing import Any
 
 _RISING = ("accuracy", "r2_score")
 _WORDS = {"mae": "MAE", "rmse": "RMSE", "r2_score": "R²"}
@@ -37,6 +40,32 @@ def value(name: str, number: float) -> str:
     if name.endswith("accuracy"):
         return f"{number:.1%}"
     return f"{number:.2f}" if name.endswith("perplexity") else f"{number:.4g}"
+
+
+def plain(value: Any, between: str = ", ") -> str:
+    """A setting or fact as text, with `between` between the items of a list.
+
+    Example:
+        >>> plain({"rates": [0.1, 0.2], "jit": True}), plain(None)
+        ('rates=0.1, 0.2, jit=yes', '-')
+    """
+    if value is None or value in ({}, (), []):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={plain(item, between)}" for key, item in value.items())
+    return between.join(plain(item, between) for item in value) if isinstance(value, list | tuple) else str(value)
+
+
+def seconds(value: float) -> str:
+    """A duration, in minutes from two on.
+
+    Example:
+        >>> seconds(119.5), seconds(120)
+        ('119.5 s', '2.0 min')
+    """
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
 def score(name: str, number: float) -> str:
