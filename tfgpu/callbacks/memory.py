@@ -1,5 +1,6 @@
 """Peak memory of each epoch, on the host and on each GPU."""
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -71,12 +72,10 @@ def is_peak(name: str) -> bool:
 
 def _host() -> int:
     """The peak of this program. Linux's `ru_maxrss` also counts the time before `exec`, such as a larger parent's."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
 
 

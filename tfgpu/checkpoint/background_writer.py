@@ -41,8 +41,7 @@ class Writer:
     """
 
     def __init__(self, *, most: int = 2):
-        most = whole_number("most", most)
-        self._most = most
+        self._most = whole_number("most", most)
         self._jobs: deque[tuple[str, Callable[[], object]]] = deque()
         self._failed: list[tuple[str, BaseException]] = []
         self._changed = threading.Condition()

@@ -101,9 +101,9 @@ class Checkpoint(keras.callbacks.Callback):
         only: str | None = None,
     ):
         super().__init__()
-        _check_count("keep", keep)
+        whole_number("keep", keep)
         if every_steps is not None:
-            _check_count("every_steps", every_steps)
+            whole_number("every_steps", every_steps)
         if not repairs.repair_keras():
             raise InputError("Checkpoint needs the Keras repairs. Unset TFGPU_REPAIR.")
         self._directory = Path(directory)
@@ -304,7 +304,7 @@ class Checkpoint(keras.callbacks.Callback):
             "random_at_epoch": self._random,
             "paths": training_state.paths(self.model),
             **self._extra_state.take(),
-            **self._base.facts(),
+            **self._base.facts,
         }
 
     def _prune(self, path: Path, position: Position) -> None:
@@ -334,7 +334,3 @@ class Checkpoint(keras.callbacks.Callback):
     def _must_stop(self) -> bool:
         """Whether a save has failed, so that all workers stop after the same block and raise the error."""
         return self._unsaved is not None or self._writer.has_failed
-
-
-def _check_count(name: str, value) -> None:
-    whole_number(name, value)

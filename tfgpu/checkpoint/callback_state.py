@@ -88,11 +88,7 @@ def _settings_of(cls: type) -> set[str]:
 
 def _large(callback) -> dict[str, Any]:
     """Attributes that are too large to copy, such as data; they are settings unless they are replaced."""
-    found = {}
-    for name, value in vars(callback).items():
-        if _bytes_of(value) > _LARGE:
-            found[name] = value
-    return found
+    return {name: value for name, value in vars(callback).items() if _bytes_of(value) > _LARGE}
 
 
 def _bytes_of(value, depth: int = 0) -> int:
@@ -112,7 +108,8 @@ def plain(value, *, depth: int = 0):
     Raises:
         Unknown: it contains something else, a number that no file holds, or lists in lists without end.
     """
-    if value is None or type(value) in (bool, float, str) or (type(value) is int and _is_short(value)):
+    is_short = type(value) is int and value.bit_length() <= _LONGEST_BITS
+    if value is None or type(value) in (bool, float, str) or is_short:
         return value
     if isinstance(value, (np.ndarray, np.generic)) and _is_stored(value.dtype):
         return value.copy() if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
@@ -124,10 +121,6 @@ def plain(value, *, depth: int = 0):
         return {key: plain(item, depth=depth + 1) for key, item in value.items()}
     kind = type(value).__name__
     raise Unknown(f"{kind} of {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else kind)
-
-
-def _is_short(value: int) -> bool:
-    return value.bit_length() <= _LONGEST_BITS
 
 
 def _is_stored(dtype: np.dtype) -> bool:

@@ -134,17 +134,11 @@ def _skip_epoch(data, enumerate_epoch) -> None:
     elif data.num_batches:
         for begin, _, iterator in enumerate_epoch():
             # Creating the iterator is enough for a seeded shuffle; a PyDataset is shuffled when it is first read.
-            if begin == 0:
-                start_shuffle(data, iterator)
+            if begin == 0 and isinstance(data.data_adapter, PyDatasetAdapter):
+                skip_batches(iterator, 1)
     else:
         next(enumerate_epoch())
         data.data_adapter.on_epoch_end()
-
-
-def start_shuffle(data, iterator) -> None:
-    """Reads a batch of data that draws its order only when it is read."""
-    if isinstance(data.data_adapter, PyDatasetAdapter):
-        skip_batches(iterator, 1)
 
 
 def skip_batches(iterator, count: int) -> None:

@@ -57,8 +57,8 @@ def evaluate_checkpoints(
         if tfgpu.Cluster.from_environment().task_type == "evaluator":
             tfgpu.asynchronous.evaluate_checkpoints(model, validation, "run/", last_epoch=10)
     """
-    for name, value in (("poll_s", poll_s), ("patience_s", patience_s)):
-        positive(name, value)
+    positive("poll_s", poll_s)
+    positive("patience_s", patience_s)
     results, folder = [], Path(directory)
     for read in _unseen(folder, last_epoch, poll_s, patience_s):
         load(read, model)

@@ -13,10 +13,14 @@ KEY = "frozen_base"
 
 
 class FrozenBase:
-    """What of a model's weights a checkpoint leaves out.
+    """The weights of a model that a checkpoint leaves out.
 
     Args:
         only: `"lora"` leaves out what is frozen; None leaves out nothing.
+
+    Attributes:
+        names: the arrays that are left out.
+        facts: what a checkpoint must record about the base, for `check`.
 
     Raises:
         InputError: it is neither.
@@ -25,7 +29,9 @@ class FrozenBase:
     def __init__(self, only: str | None):
         if only not in (None, "lora"):
             raise unknown("only", only, ("lora",))
-        self._leaves_out, self._names, self._facts = only is not None, (), {}
+        self._leaves_out = only is not None
+        self.names: tuple[str, ...] = ()
+        self.facts: dict[str, Any] = {}
 
     def begin(self, model: keras.Model) -> None:
         """Learns the base, once it has its weights. On several workers, each must call it.
@@ -42,18 +48,9 @@ class FrozenBase:
                 "`layer.enable_lora(rank)` before `compile`, or remove `only`."
             )
         frozen = _frozen(model)
-        self._names = tuple(frozen)
+        self.names = tuple(frozen)
         digests = lora_layers.digests(model, list(frozen.values()))
-        self._facts = {KEY: {"base": dict(zip(frozen, digests, strict=True)), "lora": _ranks(found)}}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The arrays that are left out."""
-        return self._names
-
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint must know of the base, for `check`."""
-        return self._facts
+        self.facts = {KEY: {"base": dict(zip(frozen, digests, strict=True)), "lora": _ranks(found)}}
 
 
 def check(memory: dict[str, Any], model: keras.Model, source: str) -> tuple[str, ...]:

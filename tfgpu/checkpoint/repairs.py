@@ -1,5 +1,6 @@
 """`BackupAndRestore`."""
 
+import contextlib
 import tempfile
 
 import keras
@@ -20,10 +21,8 @@ def resumed_epoch_repeats() -> bool:
     model.compile("sgd", "mse")
     with tempfile.TemporaryDirectory() as folder:
         backup = keras.callbacks.BackupAndRestore(folder, save_freq=1)
-        try:
+        with contextlib.suppress(InterruptedError):
             model.fit(probing.X, probing.Y, batch_size=1, callbacks=[backup, Stops()], verbose=0)
-        except InterruptedError:
-            pass
         model.fit(probing.X, probing.Y, batch_size=1, callbacks=[backup], verbose=0)
     return int(model.optimizer.iterations) != 3
 
