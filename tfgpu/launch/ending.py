@@ -90,25 +90,15 @@ def _heed_twice(code: int) -> None:
 def _flush_files() -> None:
     gc.unfreeze()
     files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
-    for end in (_flush_text, _close_compressed, _flush_buffers):  # each writes into the next
-        for file in files:
-            with contextlib.suppress(Exception):  # a full disk; it is closed
-                end(file)
-
-
-def _flush_text(file: io.IOBase) -> None:
-    if isinstance(file, io.TextIOWrapper):
-        file.flush()
-
-
-def _close_compressed(file: io.IOBase) -> None:
-    if type(file).__module__ in ("gzip", "bz2", "lzma"):
-        file.close()
-
-
-def _flush_buffers(file: io.IOBase) -> None:
-    if isinstance(file, (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)):
-        file.flush()
+    # Each of these writes into the next.
+    ends = [file.flush for file in files if isinstance(file, io.TextIOWrapper)]
+    ends += [file.close for file in files if type(file).__module__ in ("gzip", "bz2", "lzma")]
+    ends += [
+        file.flush for file in files if isinstance(file, io.BufferedWriter | io.BufferedRandom | io.BufferedRWPair)
+    ]
+    for end in ends:
+        with contextlib.suppress(Exception):  # a full disk; it is closed
+            end()
 
 
 if __name__ == "__main__":

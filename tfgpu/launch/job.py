@@ -46,9 +46,8 @@ class Job:
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
             whole_number(name, getattr(self, name), minimum=least)
-        size = self.gpus_per_worker
-        if size is not None:
-            whole_number("gpus_per_worker", size, minimum=0)
+        if self.gpus_per_worker is not None:
+            whole_number("gpus_per_worker", self.gpus_per_worker, minimum=0)
         positive("startup_timeout_s", self.startup_timeout_s)
         if not is_number(self.heartbeat_timeout_s) or not self.heartbeat_timeout_s >= 0:
             raise InputError(

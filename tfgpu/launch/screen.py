@@ -1,6 +1,7 @@
 """The output of processes: on the screen with the process's name before each line, and unchanged in a log file."""
 
 import collections
+import contextlib
 import datetime
 import os
 import sys
@@ -17,6 +18,7 @@ _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED = 31
 _LONGEST_LINE = 2**16
 _BAR_EVERY_S = 1.0
+_TAIL_BYTES = 1 << 16
 
 
 def default_folder(script: str) -> Path:
@@ -27,6 +29,14 @@ def default_folder(script: str) -> Path:
         count += 1
         folder = Path("tfgpu-logs") / f"{name}-{count}"
     return folder
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a log; empty if the file does not exist."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    return []
 
 
 def colored(stream: int, environ: Mapping[str, str]) -> bool:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, required
 from tfgpu.launch import machine, processes
+from tfgpu.launch.screen import tail
 from tfgpu.redact import printable
 from tfgpu.sensors import nvml
 
 _STOP_S = 10.0
-_TAIL_BYTES = 1 << 16
 _MOST = 500
 """Most characters of a trial's last line."""
 
@@ -109,22 +109,10 @@ def describe(code: int, log: str) -> str:
         'The process was killed by SIGKILL (as the kernel does when memory runs out).'
     """
     if code < 0:
-        known = -code in signal.Signals.__members__.values()
-        name = signal.Signals(-code).name if known else f"signal {-code}"
         more = " (as the kernel does when memory runs out)" if code == -signal.SIGKILL else ""
-        return f"The process was killed by {name}{more}."
-    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+        return f"The process was {processes.described(code)}{more}."
+    lines = [line.strip() for line in tail(Path(log)) if line.strip()]
     return f"The process ended with code {code}: {printable(lines[-1][-_MOST:]) if lines else 'no output'}"
-
-
-def _tail(log: str) -> str:
-    """The end of a file."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 class Local:
@@ -161,10 +149,7 @@ class OnRay:
     """
 
     def __init__(self, slots: int, *, gpus: int):
-        try:
-            import ray
-        except ImportError as error:
-            raise InputError("Trials on Ray need Ray. Run: pip install 'tfgpu[tune,ray]'") from error
+        ray = required("ray", "Trials on Ray need Ray. Run: pip install 'tfgpu[tune,ray]'")
         self.slots, self._gpus, self._ray = slots, gpus, ray
         self._joined = not ray.is_initialized()
         if self._joined:

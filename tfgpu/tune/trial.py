@@ -86,20 +86,12 @@ def last_of(rows: Sequence[Mapping[str, float]], what: Any, monitor: str) -> Map
         monitor: what the study minimizes.
     """
     from tfgpu.recipes import agreement
-    from tfgpu.recipes.wording import is_rising
 
     stopping = agreement.early_stopping(what)
     if stopping is None or not stopping.restore_best:
         return rows[-1]
-    name = stopping.monitor
-    falls = stopping.mode == "min" or stopping.mode == "auto" and not is_rising(name)
     counted = rows[stopping.start_epoch - 1 :] or rows[-1:]
-    return (min if falls else max)(counted, key=lambda row: row[name])
-
-
-def main(number: int) -> None:
-    """Runs the trial that the study sends, and reports how it ended."""
-    serve(number, _run)
+    return (max if stopping.direction == "max" else min)(counted, key=lambda row: row[stopping.monitor])
 
 
 def serve(number: int, work: Callable[[Mapping[str, Any], Line], Mapping[str, Any]]) -> None:
@@ -182,4 +174,4 @@ def _telling(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve(int(sys.argv[1]), _run)

@@ -136,6 +136,6 @@ class Relay:
         found = [(STDERR, "".join(f"{line}\n" for line in self._screen.last(0)).encode())]
         if message["code"] == 0:
             with contextlib.suppress(OSError):  # A script returns nothing.
-                found.append((RESULT, pickled.result_of(self._folder)))
+                found.append((RESULT, (self._folder / pickled.RESULT).read_bytes()))
         output = {"event": "output", "id": message["id"]}
         return [({**output, "stream": stream, "bytes": len(data)}, data) for stream, data in found if data]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tfgpu import atomic
 from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
-from tfgpu.launch.screen import LAST_LINES
+from tfgpu.launch.screen import tail
 from tfgpu.launch.slurm import task
 from tfgpu.launch.slurm.task import Record
 from tfgpu.launch.supervisor import Ending, supervise
@@ -169,17 +169,13 @@ class Allocated:
     def _run_step(self, records: Path, attempt: int) -> int:
         logs = str(self.folder).replace("%", "%%")
         program = [sys.executable, "-m", "tfgpu.launch.slurm.task", f"--records={records}"]
-        program += [
-            f"--grace-period={self.grace_period_s:g}",
-            f"--heartbeat-timeout={self.heartbeat_timeout_s:g}",
-            *self.command,
-        ]
+        program += [f"--grace-period={self.grace_period_s:g}", f"--heartbeat-timeout={self.heartbeat_timeout_s:g}"]
         options = [f"--ntasks={self.tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
         # Seconds that the other tasks get after the first one has ended; 0: no limit.
         options += [f"--wait={SERVERS_END_S if self.has_servers else 0}", "--unbuffered"]
         options += ["--open-mode=append", f"--output={logs}/task-%t.log"]
         # In its own session: a signal to this one's group would make srun kill tasks that are still saving.
-        command = ["srun", *options, *program]
+        command = ["srun", *options, *program, *self.command]
         environment = step_environment(os.environ) | {"TFGPU_ATTEMPT": str(attempt)}
         return subprocess.run(command, env=environment, start_new_session=True).returncode
 
@@ -251,16 +247,6 @@ def nodes_answer() -> bool:
         return subprocess.run(command, capture_output=True, timeout=NODES_ANSWER_S).returncode == 0
     except subprocess.TimeoutExpired:
         return False
-
-
-def tail(path: Path) -> list[str]:
-    """The last lines of a log; empty if the file does not exist."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    except OSError:
-        return []
 
 
 def say(message: str) -> None:
