@@ -19,7 +19,7 @@ class Writer:
     Hand over data that no longer changes, such as copied arrays. An error is logged immediately and raised by the next
     `put` or `wait`; later files are still written. If too many writes are pending, `put` waits, so a slow disk slows
     the training down instead of filling the memory. The thread exists only while there is something to write, and
-    Python does not exit before it ends: a training that fails loses nothing that it has put.
+    Python does not exit before it ends: a failed training loses nothing that it has handed over.
 
     As a context manager it waits at the end and raises the error of a failed write. If the block itself failed, that
     error is raised, with a note about the failed write.
@@ -28,7 +28,7 @@ class Writer:
         most: how many writes may be pending.
 
     Attributes:
-        is_led: a `Checkpoint` on several workers raises the errors, on all of them; other callbacks raise none.
+        is_led: whether a `Checkpoint` raises the errors, on all workers; other callbacks then raise none.
 
     Raises:
         InputError: `most` is not an integer of at least 1.
@@ -49,7 +49,7 @@ class Writer:
 
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
-        """Inside the block, the callbacks that share this writer leave its errors to the one that leads."""
+        """Inside the block, only the callback that leads raises this writer's errors; others that share it do not."""
         self.is_led = True
         try:
             yield

@@ -74,7 +74,7 @@ def _save_position() -> None:
         state = {"metrics": self.model.metrics_variables, "draws": list(training_state.draws(self.model).values())}
         values = {name: [keras.ops.convert_to_numpy(v) for v in variables] for name, variables in state.items()}
         if not saving.writes(self.model):
-            self.model.save_weights(files.weights)  # takes part in the collectives of the chief's
+            self.model.save_weights(files.weights)  # takes part in the chief's collectives
             return
         os.makedirs(self.backup_dir, exist_ok=True)
         if self.double_checkpoint and os.path.exists(files.weights):
@@ -102,7 +102,7 @@ def _restore_position() -> None:
         vars(slots.of(self)).pop("first_epoch", None)
         with _with_backup_of_chief(self, lambda: stock(self, logs)):
             note = _read_note(callbacks.backup_files(self).weights)
-        if note is None:  # no backup, or one of stock Keras
+        if note is None:  # no backup, or one that stock Keras wrote
             return
         position, state = note
         _assign(list(training_state.draws(self.model).values()), state["draws"])

@@ -50,7 +50,7 @@ class Checkpoint(keras.callbacks.Callback):
         leave_on: signals on which to save and end the process. Python handles signals in the main thread only.
         data: an object with `seek(epoch)`, called at the beginning of each epoch. A `tfgpu.data` dataset that is given
             to `fit` unchanged needs none.
-        is_chief: whether this worker decides what a checkpoint is; None asks the strategy. Without any such worker
+        is_chief: whether this worker decides what a checkpoint is; None asks the strategy. Without a chief
             nothing is written.
         writer: writes the files; may be shared. By default the callback creates one.
         only: `"lora"` leaves out the frozen base of a model with LoRA, which must be in the model when `fit` resumes.
@@ -168,7 +168,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._run.exits.enter_context(self._preemption.listening(self._leave_on))
         self._run.exits.enter_context(self._parts)
         self._run.exits.enter_context(self._writer)  # A `fit` that fails finishes writing before another one reads.
-        if spans:  # the chief alone would leave, and the others wait for it
+        if spans:  # else an error would end the chief alone, and the others would wait for it
             self._run.exits.enter_context(self._writer.led())
         if self._every is not None:
             self._run.ends.append(lambda: self._every - self._progress.step % self._every)
@@ -275,7 +275,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _save(self, callbacks, position: Position, *, draws=None, random=None, metrics: bool = False) -> None:
         """Copies the state and hands it to the background writer. On several workers, each calls it at the same step.
 
-        There it raises no error of a save, so that none is left waiting: all hear of one after the next block.
+        There a failed save raises nothing here, or the other workers would wait: all stop after the next block.
         """
         if position.name == self._saved:
             return
@@ -294,7 +294,7 @@ class Checkpoint(keras.callbacks.Callback):
             if is_alone:
                 raise
             self._unsaved, write = self._unsaved or error, self._parts.no_job(position)
-        # Waits until the save before the last is written, by all workers. For failures see `_must_stop`.
+        # Waits until all workers have written the save before the last. For failures see `_must_stop`.
         self._writer.put(path, write, raises=is_alone)
 
     def _memory(self, random) -> dict[str, Any]:

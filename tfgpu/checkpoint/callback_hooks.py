@@ -25,7 +25,7 @@ _METHODS = {
 
 
 def add_after_hooks() -> None:
-    """Has the methods above called."""
+    """Makes Keras call the methods above."""
     extensions.after_callbacks.register(_call)
 
 

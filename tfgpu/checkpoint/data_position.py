@@ -1,6 +1,6 @@
 """The data position: the epoch and batch at which a resumed `fit` continues. It skips the batches up to there.
 
-Data of `tfgpu.data` that is read by place begins there, and reads nothing of the batches before.
+A `tfgpu.data` dataset that is read by place starts there, without reading the earlier batches.
 
 The resumed run sees the same batches if the data repeats them: datasets in a fixed order, `Dataset.shuffle` with a
 seed, and shuffled arrays after `keras.utils.set_random_seed` with the same seed. Data that every process
@@ -54,7 +54,7 @@ class SkipHooks:
 
 @dataclass(frozen=True)
 class DataSource:
-    """What is known of the data that the running `fit` trains on.
+    """What is known about the data that the running `fit` trains on.
 
     Attributes:
         counter: the epoch counter of a `tfgpu.data` dataset, or None.
@@ -116,7 +116,7 @@ def skip_trained_batches() -> None:
 
 
 def _begin_there(data, done: int) -> bool:
-    """Makes the next iteration of data that is read by place begin with a batch; False if it must be read up to it."""
+    """Makes the next iteration begin with a batch, if the data is read by place; else returns False."""
     adapter = data.data_adapter
     found = adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None
     if data.steps_per_epoch or not done or not slots.get(found, "begins_anywhere"):
@@ -195,7 +195,7 @@ def build(model) -> None:
 
 
 def source_of(model) -> DataSource:
-    """What is known of the data of the running `fit`."""
+    """What is known about the data of the running `fit`."""
     data = slots.get(model, "training_data")
     if data is None:
         return DataSource(None, False, None)
@@ -228,6 +228,6 @@ def resumable(model, name: str, arguments: dict):
 
 
 def forget_position(model) -> None:
-    """Forgets where an earlier `fit` was resumed: stock Keras keeps the epoch, and the next `fit` skips as many."""
+    """Forgets where an earlier `fit` was resumed: stock Keras keeps the epoch, and the next `fit` skips that many."""
     slots.of(model).resumed_at = None
     begin_at(model, None)

@@ -1,4 +1,4 @@
-"""Which workers write to the same disk: each makes a folder, and looks which of the others' it sees."""
+"""Finds which workers write to the same disk: each makes a folder, and looks for those of the others."""
 
 import logging
 import secrets
@@ -26,7 +26,7 @@ class Disks:
     Attributes:
         rank: this worker's number; worker 0 is the chief.
         leaders: for each worker, the first one that writes to the same disk. It renames and removes folders there.
-        token: a name that all workers have, and no earlier run.
+        token: a name that all workers share, and that no earlier run has used.
         writes: whether anything is saved.
     """
 
@@ -47,7 +47,7 @@ class Disks:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker is the first one of its disk."""
+        """Whether this worker is the first one on its disk."""
         return self.leaders[self.rank] == self.rank
 
     @property
@@ -59,7 +59,7 @@ class Disks:
 def compare(strategy: tf.distribute.Strategy, directory: Path, *, is_chief: bool | None = None) -> Disks:
     """Prepares a folder for checkpoints on every worker's disk; on several workers, each must call it.
 
-    What a killed process left half written is removed, and what it was about to replace is put back.
+    Removes what a killed process left half written, and restores what it was about to replace.
 
     Args:
         strategy: of the model that is trained.

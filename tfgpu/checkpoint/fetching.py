@@ -1,8 +1,8 @@
-"""Reading a checkpoint, and what several workers do together: a failure on one fails all.
+"""Reads a checkpoint. Several workers read it together: if one fails, all fail.
 
 On several workers the chief's folder says which checkpoints there are. Each worker tells which of a checkpoint's files
-its disk has. Workers that see the same disk share the work of verifying it; what a disk lacks, its workers get from
-others. Then each worker reads the slices that it needs.
+its disk has. Workers that see the same disk share the work of verifying them, and get files that it lacks from others.
+Then each worker reads the slices that it needs.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def load(read: Snapshot, model: keras.Model) -> None:
 def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], what: str) -> _Result:
     """Runs `act` on this worker; if it fails on one worker, it fails on all. On several workers, each must call it.
 
-    Otherwise the others would wait in their next collective for one that has left. Returns when all are done.
+    Otherwise the others would wait in their next collective for a worker that has left. Returns when all are done.
 
     Args:
         strategy: of the model that is trained.
@@ -111,7 +111,7 @@ def _best_name(newest: Snapshot, best: Best) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a worker has of a checkpoint: a name of its disk that no other has, and the files that are there."""
+    """What a worker has of a checkpoint: the files on its disk, and a name that only this disk has."""
 
     disk: str
     files: tuple[str, ...]
@@ -169,10 +169,11 @@ class _Readers:
                 paths |= {file: folder / file for file in wanted}
                 senders = self._senders(manifest, held, good, lacking)
                 self._receive(path, manifest, senders, {file: paths[file] for file in wanted})
-            return self._together(lambda: manifest.open(path, paths), f"Reading {path}")  # files that go stay readable
+            # Open files stay readable after they are removed.
+            return self._together(lambda: manifest.open(path, paths), f"Reading {path}")
 
     def _facts(self, path: Path) -> Manifest:
-        """The chief's facts of a checkpoint, on all workers."""
+        """The chief's facts about a checkpoint, on all workers."""
         manifest, reason = None, b""
         if self._rank == 0:
             try:
@@ -191,7 +192,7 @@ class _Readers:
             known = (path / FACTS).stat()
             if (path / FACTS).read_bytes() != manifest.text:
                 return json.dumps([f"none {self._rank}", []])
-            disk = f"{known.st_ino} {known.st_ctime_ns}"  # of one file, whatever the machines call its disk
+            disk = f"{known.st_ino} {known.st_ctime_ns}"  # the same for all machines that see this file
         except OSError:
             return json.dumps([f"none {self._rank}", []])
         return json.dumps([disk, [name for name in manifest.files if (path / name).is_file()]])
@@ -223,7 +224,7 @@ class _Readers:
         return senders
 
     def _receive(self, path: Path, manifest: Manifest, senders: dict[str, int], wanted: dict[str, Path]) -> None:
-        """Gets files from workers that have them, and verifies what came."""
+        """Gets files from workers that have them, and verifies them."""
         mine = {file: path / file for file, rank in senders.items() if rank == self._rank}
         found = self._texts(json.dumps({file: where.stat().st_size for file, where in mine.items()}))
         sizes = {file: size for text in found for file, size in json.loads(text).items()}
@@ -240,7 +241,7 @@ class _Readers:
 
     @contextlib.contextmanager
     def _room(self, name: str):
-        """A folder for files of others, beside the checkpoints where that can be written."""
+        """A folder for other workers' files: beside the checkpoints, or a temporary one if that cannot be written."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             folder = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=self._directory))

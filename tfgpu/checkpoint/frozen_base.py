@@ -23,7 +23,7 @@ class FrozenBase:
         facts: what a checkpoint must record about the base, for `check`.
 
     Raises:
-        InputError: it is neither.
+        InputError: `only` is neither.
     """
 
     def __init__(self, only: str | None):
@@ -97,7 +97,7 @@ def _frozen(model: keras.Model) -> dict[str, Any]:
         has_lora = getattr(layer, "lora_enabled", False)
         if has_lora or not layer.trainable:
             own = layers.own_trainable(layer)
-            if type(layer).__module__.startswith(("keras.", "keras_hub.")):  # a layer of the user's may count its calls
+            if type(layer).__module__.startswith(("keras.", "keras_hub.")):  # a user's own layer may count its calls
                 own = layers.own_variables(layer)
             kept |= {id(variable) for variable in own if not variable.trainable}
     named = training_state.name_group("weights", sharded_variable.merged(model.weights))

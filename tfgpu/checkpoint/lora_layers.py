@@ -1,4 +1,4 @@
-"""The layers of a model that have LoRA, and what tells its base from another one."""
+"""Finds the layers of a model that have LoRA, and tells its base from another one."""
 
 import hashlib
 from collections.abc import Sequence
@@ -71,9 +71,9 @@ def other_weights(model: keras.Model) -> list:
 
 
 def digests(model: keras.Model, weights: Sequence) -> list[str]:
-    """A short text for each variable, by its shape, its dtype and its first numbers; on workers, the chief's texts.
+    """A hash of each variable's shape, dtype and first numbers; on several workers, the chief's hashes.
 
-    Of a variable in pieces no more is read than the first piece.
+    If a variable is in pieces, only the first piece is read.
     """
     sources = list(map(_first_piece, weights))
     ends = [min(_SAMPLED, int(np.prod(weight.shape))) for weight in weights]
@@ -88,7 +88,7 @@ def digests(model: keras.Model, weights: Sequence) -> list[str]:
 
 
 def _first_piece(variable):
-    """What holds the first numbers of a variable."""
+    """The piece that holds the first numbers of a variable."""
     if not isinstance(variable, sharded_variable.ShardedVariable) or not variable.sharding.over_replicas:
         return variable
     first = variables.held(variable.shards[0]).values[0]

@@ -1,7 +1,7 @@
 """The facts of a checkpoint: where the run stands, which files hold its arrays, and their hashes.
 
-`facts.json` is written last and has a hash of itself. Its format 3 lists one file per worker, and the shapes of arrays
-that are in stretches over several files. Format 2, of tfgpu before, has one file with all arrays, and is still read.
+`facts.json` is written last and has a hash of itself. Format 3 lists one file per worker, and the shapes of arrays
+that are split over several files. Format 2, from older versions, has one file with all arrays, and can still be read.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class File:
-    """What a checkpoint's facts say of a file: its hash, and its length where they have it."""
+    """What a checkpoint's facts say about a file: its hash, and its length if they have it."""
 
     sha256: str
     size: int | None
@@ -145,7 +145,7 @@ def file_name(rank: int, count: int) -> str:
 
 
 def facts_of(position: Position, memory: Any, saved: parts.StateParts) -> tuple[dict[str, Any], list[parts.Stored]]:
-    """The facts but for the files, and arrays that go to the chief's file.
+    """The facts except those about the files, and the arrays that go to the chief's file.
 
     Args:
         position: how far the run has come.
@@ -170,8 +170,8 @@ def text_of(facts: dict[str, Any], files: Mapping[str, tuple[str, int]]) -> byte
     """The content of `FACTS`.
 
     Args:
-        facts: of `facts_of`.
-        files: the hash and the bytes of each file.
+        facts: from `facts_of`.
+        files: the hash and the size of each file, in bytes.
     """
     facts = {**facts, "files": {name: {"sha256": sha256, "bytes": size} for name, (sha256, size) in files.items()}}
     facts = json.loads(json.dumps(facts))  # tuples are lists, as a reader finds them
@@ -190,7 +190,7 @@ def parse(text: bytes) -> Manifest:
         if _hash(facts) != found["sha256"]:
             raise Damaged(f"{FACTS} does not match its own hash")
         if facts["format"] > _FORMAT:
-            raise Damaged(f"its format is {facts['format']}, of a later tfgpu")
+            raise Damaged(f"its format is {facts['format']}, written by a later tfgpu")
         if facts["format"] < _FORMAT:
             return Manifest(text, {STATE: File(str(facts["sha256"]), None)}, facts)
         files = {name: File(str(each["sha256"]), int(each["bytes"])) for name, each in facts["files"].items()}

@@ -19,7 +19,7 @@ from tfgpu.core.state.parts import StateParts
 from tfgpu.core.workers.messages import Messages
 from tfgpu.errors import MachineError
 
-_FAREWELL_S = 2.0  # that a script that ends by an error tries to tell the others, before it says what happened
+_FAREWELL_S = 2.0  # in which a failed script tells the others, before it reports its error
 
 
 class _Left(Exception):
@@ -43,21 +43,21 @@ class PartsWriter:
     def job(
         self, position: Position, saved: StateParts, memory: Any, prune: Callable[[Path], None]
     ) -> Callable[[], None]:
-        """What writes one checkpoint, for any thread. All workers make and run the same jobs, in one order.
+        """Makes a function that writes one checkpoint. All workers make and run the same jobs in the same order.
 
         Args:
             position: how far the run has come.
             saved: this worker's part of the state.
-            memory: of the chief; the other workers' is ignored.
+            memory: the chief's; the other workers' is ignored.
             prune: called with the checkpoint's folder when it is on all disks.
 
         Returns:
-            A function that raises OSError or MachineError if the checkpoint could not be written.
+            A function for any thread. It raises OSError or MachineError if the checkpoint could not be written.
         """
         path = self._directory / position.name
 
         def write() -> None:
-            self._number += 1  # of jobs that run: one that Ctrl-C keeps from being handed over has none
+            self._number += 1  # counts jobs that run, not one that Ctrl-C keeps from being handed over
             if self._disks.count == 1:
                 storage.write(path, position, saved, memory)
                 prune(path)
@@ -67,7 +67,7 @@ class PartsWriter:
         return write
 
     def no_job(self, position: Position) -> Callable[[], None]:
-        """What takes a job's place on a worker that cannot make it: none writes that checkpoint."""
+        """Replaces a job on a worker that cannot make it; then no worker writes that checkpoint."""
 
         def skip() -> None:
             self._number += 1
@@ -109,7 +109,7 @@ class _Save:
             if not disks.is_leader:
                 return False
             text = self._text(facts) if disks.is_chief else self._heard("facts", 0)
-            if disks.is_chief:  # last: a checkpoint that the chief's disk has is on all disks
+            if disks.is_chief:  # last, so that a checkpoint on the chief's disk is on all disks
                 for leader in sorted(set(disks.leaders) - {0}):
                     self._heard(f"done/{leader}", leader)
             self._put(text)
@@ -148,10 +148,10 @@ class _Save:
         return facts
 
     def _text(self, facts: dict[str, Any]) -> str:
-        """The content of the facts' file, which the chief tells the other disks."""
+        """The content of the file of facts, which the chief sends to the other disks."""
         count = self._disks.count
         files = {manifest.file_name(rank, count): self._heard(f"part/{rank}", rank) for rank in range(count)}
-        self._last.forget()  # all write this one, so they have done the last, and have read what was said of it
+        self._last.forget()  # all write this save, so they have read the messages about the last one
         text = manifest.text_of(facts, files).decode()
         if len(set(self._disks.leaders)) > 1:
             self._messages.put("facts", _said(text))
@@ -160,7 +160,7 @@ class _Save:
     def _put(self, text: str) -> None:
         (self._aside / FACTS).write_bytes(text.encode())
         if (self._path / FACTS).is_file() and (self._path / FACTS).read_bytes() == text.encode():
-            # A worker that could not see this one's folder, on a slow network disk, was first.
+            # On a slow network disk, another worker did not see this one's folder, and was first.
             for file in self._aside.iterdir():
                 atomic.put(file, self._path / file.name)
         else:
@@ -181,14 +181,14 @@ class _Save:
         return found["value"]
 
     def _tell_instead(self, what: dict[str, Any], seconds: float = LONGEST_S) -> None:
-        """Tells those that wait for this worker what else has happened; what it has said already stays."""
+        """Tells the workers that wait for this one why it will not write; messages already sent stay."""
         keys = [f"part/{self._disks.rank}", f"done/{self._disks.rank}"]
         with contextlib.suppress(MachineError):  # the first error says more
             for key in [*keys, "facts"] if self._disks.is_chief else keys:
                 self._messages.put(key, json.dumps(what), seconds)
 
     def _clear(self) -> None:
-        """Removes what is left aside, once no worker of this disk writes there any more."""
+        """Removes the temporary folder, once no worker of this disk writes there any more."""
         if self._aside.exists():
             self._wait_for_parts()
             atomic.remove(self._aside)
@@ -196,7 +196,7 @@ class _Save:
     def _wait_for_parts(self) -> None:
         """Waits until each worker of this disk has written its part, or says that it will not."""
         for rank in self._disks.members:
-            with contextlib.suppress(MachineError):  # it is gone
+            with contextlib.suppress(MachineError):  # the worker is gone
                 self._messages.wait(f"part/{rank}", rank)
 
 

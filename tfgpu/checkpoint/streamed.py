@@ -53,7 +53,7 @@ def write(path: Path, tensors: list[Stored]) -> tuple[str, int]:
 
 
 def _contents(tensors: list[Stored]) -> Iterable[bytes | memoryview]:
-    tensors.sort(key=lambda each: -each.dtype.itemsize)  # so that each tensor begins at a multiple of its numbers' size
+    tensors.sort(key=lambda each: -each.dtype.itemsize)  # so that each tensor begins at a multiple of its item size
     header, at = {}, 0
     for each in tensors:
         if each.dtype not in _NAMES:
@@ -91,7 +91,7 @@ class SavedArray(ArraySlices):
 
     Args:
         shape: of the array.
-        pieces: an open file, the tensor's name there, and the first of its numbers and the one after the last.
+        pieces: for each, an open file, the tensor's name there, its first number and the one after its last.
 
     Raises:
         ValueError: the pieces are not the array.
@@ -109,7 +109,7 @@ class SavedArray(ArraySlices):
             raise ValueError(f"{key}: the stretches {[piece[2:] for piece in self._pieces]} do not make {shape}")
 
     def stretch(self, start: int, stop: int) -> np.ndarray:
-        """Its numbers from `start` to before `stop` in row-major order; no more is read than rows that hold them."""
+        """Its numbers from `start` to before `stop` in row-major order; only rows that hold them are read."""
         pieces = [
             (file, key, max(start, first) - first, min(stop, last) - first, first)
             for file, key, first, last in self._pieces
@@ -123,7 +123,7 @@ class SavedArray(ArraySlices):
         return found
 
     def _at(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The part at one slice per axis; of a slice of the first axis, no other rows are read."""
+        """The part at one slice per axis; only rows in the first axis's slice are read."""
         if not self.shape:
             return self.stretch(0, 1).reshape(())
         first, last, _ = index[0].indices(self.shape[0])
@@ -157,7 +157,7 @@ class JoinedArray(ArraySlices):
 def open_arrays(
     paths: Iterable[Path], cut: Mapping[str, Iterable[int]], axes: Mapping[str, int]
 ) -> dict[str, ArraySlices]:
-    """The arrays of some files, which are read when they are asked for.
+    """The arrays in some files; each is read when it is asked for.
 
     Args:
         paths: the files.
@@ -190,7 +190,7 @@ def open_arrays(
 
 
 def _read(file, key: str, begin: int, end: int) -> np.ndarray:
-    """Numbers of a tensor in a row."""
+    """Consecutive numbers of a tensor."""
     tensor = file.get_slice(key)
     shape = tensor.get_shape()
     size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""Where two runs part: the first checkpoint and the first array that are not the same."""
+"""Finds where two runs part: the first checkpoint and the first array that differ."""
 
 import zipfile
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Parting:
     Attributes:
         where: the name of the checkpoint; None between two files.
         variable: the array's name, with the variable's path where the checkpoint has it.
-        reason: what is not the same.
+        reason: what differs.
     """
 
     where: str | None
