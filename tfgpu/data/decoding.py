@@ -33,7 +33,7 @@ class Reading:
             read, with its name.
         any_size: images may have different sizes, for copying them as they are.
         length: bytes per sequence of a corpus; None: the default, or not text.
-        task: `classification` or `regression`, or one by each target's name; None: found from the labels.
+        task: `classification` or `regression`, or a dict of these by target; None: found from the labels.
     """
 
     image_size: tuple[int, int] | None = None

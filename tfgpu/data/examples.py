@@ -178,7 +178,7 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
 
 
 def _check_labels(labels: np.ndarray, name: str, class_names) -> None:
-    """Raises an `InputError` for numbers that are no classes."""
+    """Raises an `InputError` for numbers that are not classes."""
     if labels.min() < 0:
         raise InputError(f"{name}: labels must be 0 or more. Received: {labels.min()}. Number the classes from 0.")
     classes = int(labels.max()) + 1

@@ -167,10 +167,10 @@ def _begun(position: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _of_length(made: tf.data.Dataset, steps: int) -> tf.data.Dataset:
-    """Says how many elements a dataset has, which may be fewer in an iteration that begins later.
+    """Declares the length of a dataset, although an iteration that begins later has fewer elements.
 
-    `assert_cardinality` raises an error for those. The second dataset, which is never read, makes the length of both
-    infinite, and so that of `take` known.
+    `assert_cardinality` raises an error in such an iteration. Here a second dataset, which is never read, makes the
+    length of both together infinite, so that the length of `take` is known.
     """
     if not all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(made.element_spec)):
         return made.apply(tf.data.experimental.assert_cardinality(steps))
@@ -181,5 +181,5 @@ def _of_length(made: tf.data.Dataset, steps: int) -> tf.data.Dataset:
     never = tf.data.Dataset.from_tensors(0).map(lambda _: tf.nest.map_structure(empty, made.element_spec)).repeat()
     always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
     chosen = tf.data.Dataset.choose_from_datasets([made, never], always_first, stop_on_empty_dataset=True)
-    reach.keep_reach(chosen, made)  # what TensorFlow makes of `always_first` hides that it has no effects
+    reach.keep_reach(chosen, made)  # TensorFlow cannot see that `always_first` has no effects
     return chosen.take(steps)

@@ -1,9 +1,9 @@
 """Mixtures: several sources in one epoch, each with its share, as a function of seed and place.
 
-An epoch has a fixed number of examples of each source. A source with more examples than its share brings other ones in
-the next epoch; one with fewer begins its next pass within the epoch. Each pass over a source is a shuffle of its own,
-so over time each of its examples is read equally often. As which example stands at which place follows from seed and
-epoch, a mixture resumes like any other source.
+An epoch has a fixed number of examples of each source. A source with more examples than its share contributes others
+in the next epoch; one with fewer begins its next pass within the epoch. Each pass over a source is shuffled separately,
+so over time each of its examples is read equally often. The seed and the epoch determine which example is at which
+place, so a mixture resumes like any other source.
 """
 
 import hashlib
@@ -46,15 +46,15 @@ def mixture(
 
     Args:
         sources: names, URLs or paths with their weights, `{"shards/web": 0.7, "shards/books": 0.3}`; or pairs
-            `[((x, y), 2), (other, 1)]` for arrays and other sources that are no keys. Weights are above 0 and need not
-            add up to 1. All examples have one shape and dtype, and the same classes.
+            `[((x, y), 2), (other, 1)]` for arrays and other sources that cannot be keys. Weights are above 0 and need
+            not add up to 1. All examples have one shape and dtype, and the same classes.
         epoch_examples: the training examples of an epoch. Default: as many as the sources have together.
 
     Returns:
         A source for `load`.
 
     Raises:
-        InputError: no sources, or a weight that is no number above 0.
+        InputError: no sources, or a weight that is not a number above 0.
 
     Example:
         >>> from tfgpu.data.batches import load
@@ -81,7 +81,7 @@ class Blend:
 
     Attributes:
         weights: the share of each source.
-        starts: the number of each source's first example, and of all examples.
+        starts: the number of each source's first example, and the total of all examples.
         epoch_examples: in an epoch; None: all training examples.
     """
 
@@ -135,7 +135,7 @@ class Blend:
 
 
 def _pass_of(part: tf.Tensor, count: int, epoch: tf.Tensor, seed: int, number: int | None) -> tf.Tensor:
-    """The `count` examples that an epoch takes of a source, which all epochs read on and on."""
+    """The `count` examples that an epoch takes from a source; it continues where the last epoch ended."""
     size = int(part.shape[0])
     first = epoch * count
     passes = [first // size + at for at in range((count - 1) // size + 2)]

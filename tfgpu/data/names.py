@@ -52,7 +52,7 @@ def parse_source(text: str) -> SourceName:
         The kind and the value: a path, a tfds name, or `module:function`.
 
     Raises:
-        InputError: none of these; the message names the closest choice.
+        InputError: it is none of these; the message names the closest choice.
 
     Example:
         >>> parse_source("digits")
@@ -89,7 +89,7 @@ def _tfds(name: str, text: str) -> SourceName:
     if not _TFDS.fullmatch(name):
         raise InputError(
             f"'tfds:' takes the name of a tensorflow-datasets dataset with an optional configuration and version, "
-            f"and no `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
+            f"but not `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
         )
     return SourceName("tfds", name)
 

@@ -66,7 +66,7 @@ class Index:
         return other
 
     ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
-    """For records that are far away: begins to fetch those at some indices, int64 [n]."""
+    """Begins to fetch the records at some indices, int64 [n], if they are far away."""
 
     def record(self, i: tf.Tensor) -> tf.Tensor:
         """Reads record `i` as a string tensor and verifies its checksums."""
@@ -91,7 +91,7 @@ def scan(path: Any, size: int, read: Callable[[int, int], bytes]) -> tuple[list[
     Args:
         path: the file, for messages.
         size: its bytes.
-        read: returns bytes from a place on.
+        read: `(offset, length)` -> the bytes there.
 
     Returns:
         The records' offsets, and whether the file ends in an invalid record.

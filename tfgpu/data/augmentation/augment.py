@@ -107,7 +107,7 @@ def apply(
         rows: int64, the rows of the batch to make, in any order; None: all.
 
     Returns:
-        Images and labels of the rows, of the same shapes but for their number.
+        Images and labels of the rows; only the first dimension of their shapes may differ.
 
     Example:
         >>> from tfgpu.data.augmentation.stages import parse_stages

@@ -42,7 +42,7 @@ def turn_hue(images: tf.Tensor, turns: tf.Tensor) -> tf.Tensor:
 
 
 def _means(images: tf.Tensor) -> tf.Tensor:
-    """Each image's mean by channel, [batch, 1, 1, channels], the same to the bit whatever images are beside it.
+    """Each image's mean by channel, [batch, 1, 1, channels], the same to the bit whatever else is in the batch.
 
     TensorFlow sums in another order where one image is alone, and where it takes several channels at a time.
     """

@@ -16,7 +16,7 @@ from tfgpu import atomic
 from tfgpu.errors import MachineError
 
 _CHECK = 4  # bytes of the checksum
-_SPARE = 0.9  # of the limit that stays after blocks were removed, so that not every block removes another
+_SPARE = 0.9  # the share of the limit to keep when blocks are removed, so that not every new block removes one
 _END = ".block"
 
 _log = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ class BlockCache:
     """A folder of blocks.
 
     Args:
-        directory: the folder; it is made if it does not exist.
-        limit_bytes: what all blocks together may take.
+        directory: the folder; it is created if it does not exist.
+        limit_bytes: the most bytes of all blocks together.
 
     Raises:
-        MachineError: the folder cannot be made.
+        MachineError: the folder cannot be created.
 
     Example:
         >>> import tempfile
@@ -49,7 +49,7 @@ class BlockCache:
                 f"Cannot create the cache {str(self.directory)!r}: {error.strerror}. Use another cache_directory."
             ) from error
         self._one_at_a_time = threading.Lock()
-        self._written = limit_bytes  # the first block looks at what earlier runs have left
+        self._written = limit_bytes  # so that the first `put` counts what earlier runs have left
 
     def path(self, key: str, number: int) -> Path:
         """Where a block is, or would be."""
@@ -60,7 +60,7 @@ class BlockCache:
         path = self.path(key, number)
         try:
             content = path.read_bytes()
-            os.utime(path)  # used just now
+            os.utime(path)  # marks it as just used
         except OSError:
             return None
         if len(content) < _CHECK or content[-_CHECK:] != _checksum(path.name, content[:-_CHECK]):
@@ -74,12 +74,12 @@ class BlockCache:
         return self.path(key, number).exists()
 
     def put(self, key: str, number: int, content: bytes) -> None:
-        """Keeps a block. A disk that takes no more is no error: the block is then fetched again."""
+        """Keeps a block. A full disk is not an error: the block will be fetched again."""
         path = self.path(key, number)
         try:  # not synced: what a crash cuts short fails its checksum, and is fetched again
             atomic.write_bytes(path, content + _checksum(path.name, content), sync=False)
         except OSError as error:
-            _log.warning("The cache %s takes no more: %s.", self.directory, error.strerror)
+            _log.warning("Cannot write to the cache %s: %s.", self.directory, error.strerror)
         with self._one_at_a_time:
             self._written += len(content) + _CHECK
             if self._written > self.limit_bytes * (1 - _SPARE) / 2:

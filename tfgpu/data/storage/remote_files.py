@@ -32,7 +32,7 @@ def is_url(source: object) -> bool:
 
 @dataclass(frozen=True)
 class Remote:
-    """A source in an object store or on a web server, with settings of its own; a URL alone has the defaults.
+    """A source in an object store or on a web server, with its own settings; a URL alone has the defaults.
 
     Attributes:
         url: `s3://BUCKET/FOLDER/`, `gs://...`, `https://...`, or another that fsspec knows: a folder of shards with
@@ -87,7 +87,7 @@ class Storage:
         directory = remote.cache_directory or Path.home() / ".cache" / "tfgpu" / "remote"
         self.cache = BlockCache(directory, remote.cache_bytes)
         self.threads = ThreadPoolExecutor(remote.connections, "tfgpu-remote")
-        self.reads = 0  # of the server, for tests and reports
+        self.reads = 0  # from the server, for tests and reports
 
     def files(self, end: str) -> list["RemoteFile"]:
         """The files at the source's path, glob or folder, sorted; in a folder, those with `end` in their names.
@@ -137,13 +137,13 @@ class Storage:
         """Does something with the server, several times if it fails.
 
         Raises:
-            InputError: the file is not there or not ours to read.
+            InputError: the file does not exist or may not be read.
             MachineError: the last attempt has failed.
         """
         for failed in range(1, self.remote.attempts + 1):
             try:
                 return act()
-            except Exception as error:  # each file system has errors of its own
+            except Exception as error:  # each file system raises its own errors
                 if isinstance(error, _LASTING) or _is_refusal(error):
                     raise InputError(f"Cannot read {what}: {type(error).__name__}: {_line(error)}.") from error
                 if failed == self.remote.attempts:
@@ -158,7 +158,7 @@ class Storage:
 
 @dataclass(eq=False)
 class RemoteFile:
-    """One remote file; it acts as a path where only name, size and version are asked for.
+    """One remote file; it acts as a path for its name, size and version.
 
     Attributes:
         storage: where it is read through.
@@ -196,7 +196,7 @@ class RemoteFile:
         return SimpleNamespace(st_size=self.size, st_mtime_ns=self.key)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Reads bytes, from the cache where they are there.
+        """Reads bytes, from the cache if it has them.
 
         Raises:
             InputError, MachineError: they cannot be fetched.
@@ -230,7 +230,7 @@ class RemoteFile:
         return found if found is not None else self._begin(number).result()
 
     def _begin(self, number: int) -> Future:
-        """Fetches a block in a thread, once at a time."""
+        """Fetches a block in a thread, unless one already fetches it."""
         with self._one_at_a_time:
             if number not in self._coming:
                 self._coming[number] = self.storage.threads.submit(self._fetch, number)
@@ -243,7 +243,7 @@ class RemoteFile:
         def ask() -> bytes:
             self.storage.reads += 1
             content = self.storage.system.cat_file(self.path, start=start, end=start + length)
-            if len(content) == self.size != length:  # a server without ranges sends all
+            if len(content) == self.size != length:  # a server without ranges sends the whole file
                 content = content[start : start + length]
             if len(content) != length:
                 raise OSError(f"received {len(content)} bytes instead of {length}")

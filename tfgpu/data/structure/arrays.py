@@ -155,11 +155,11 @@ def number_of(text: Any) -> float:
 
 
 def numbers(y: np.ndarray, task: str | None, name: str) -> np.ndarray:
-    """Numbers to predict: float32 of any float, or for regression of all; int64 of integers; uint8 masks as they are.
+    """Numbers to predict: float32 for floats and for regression; int64 for other integers; uint8 masks as they are.
 
     Args:
         y: rows of numbers.
-        task: the task that was given for them.
+        task: the task that the user gave for them.
         name: the source's name, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a model learns beside one class per example: the kind, shape and classes of each target."""
+"""What a model learns besides one class per example: the kind, shape and classes of each target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Target:
     Attributes:
         kind: `"class"`, one per example; `"places"`, a class at each place of a sequence or a mask; `"numbers"`; or
             `"other"`, such as boxes.
-        shape: of one example's; () for a class and for one number.
-        classes: the number of classes, of boxes too where labels are known; 0 for masks in files, which are not all
-            read for it.
+        shape: for one example; () for a class and for one number.
+        classes: the number of classes, also of boxes if their labels are known; 0 for masks in files, which are not all
+            read to count them.
         class_names: one name for each of them.
     """
 

@@ -2,7 +2,7 @@
 
     x, y                         examples and labels
     x/left, x/ids                named inputs
-    y/kind, y/price              named targets; y/bounding_boxes/boxes is one within another
+    y/kind, y/price              named targets; y/bounding_boxes/boxes is nested
     sample_weight                a number from 0 per example
     x_train, y_train, x_test     the same for splits, in one file; or files named train..., test...
 

@@ -119,10 +119,10 @@ def _examples(arrays: Structure, own: Mapping[str, np.ndarray], name: str, task:
 
 
 def with_targets(examples: Examples, y: Any, weights: np.ndarray | None, *, task: Task) -> Examples:
-    """Examples whose labels are row numbers, with what those rows say.
+    """Replaces labels that are row numbers by the labels and weights of those rows.
 
     Args:
-        examples: read by place; some rows may be missing, as those of corrupt files.
+        examples: read by place; some rows may be missing, such as those of corrupt files.
         y: the labels of all rows, or nested dicts of arrays.
         weights: a number from 0 for each row, or None.
         task: as for `load`.
@@ -149,7 +149,7 @@ def _features(values: np.ndarray, name: str, digests: list[list[bytes]]) -> np.n
 
 
 def _learned(y: Any, task: Task, name: str) -> tuple[np.ndarray, tuple[str, ...], Any, dict[str, tuple[str, ...]]]:
-    """Labels (all 0 where there are targets), the names of their classes, targets, and the names of theirs."""
+    """Labels (all 0 if there are targets), their classes' names, targets, and their classes' names."""
     if isinstance(y, Mapping):
         targets, named = _named(y, task, name)
         return np.zeros(len(tf.nest.flatten(y)[0]), np.int64), (), targets, named
