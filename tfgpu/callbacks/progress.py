@@ -94,7 +94,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def _row(name: str, logs: dict[str, Any], seconds: str, wide: int | None) -> str:
-    """The line of an epoch, on a terminal of so many columns; None: as long as it needs to be."""
+    """The line of an epoch, fitted to a terminal of `wide` columns; None: as long as it needs to be."""
     for is_left_out in (lambda key: False, is_peak, lambda key: is_peak(key) or key == "learning_rate"):
         shown = line({key: value for key, value in logs.items() if not is_left_out(key)})
         row = f"{name}  {shown}  {seconds}"

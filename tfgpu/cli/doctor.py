@@ -104,7 +104,7 @@ def doctor(options: Options) -> None:
 
 
 def _examine_script(options: Options) -> None:
-    """Shows what becomes of each piece of a script's step."""
+    """Shows how each piece of a script's step runs on replicas."""
     others = replace(options, script=None, as_json=False, json_to=None)
     if others != Options():
         raise InputError(

@@ -105,7 +105,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def check_json(json_to: Path | None) -> None:
-    """Refuses a file that cannot be written, before the work whose result it gets.
+    """Rejects a file that cannot be written, before the work begins.
 
     Raises:
         InputError: its folder does not exist, or it is a folder.
@@ -135,10 +135,10 @@ def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -
 
 
 def in_flags(message: str, parameters: Sequence[Any]) -> str:
-    """An error's message that names the options of a command in place of Python's arguments.
+    """Replaces the names of Python arguments in an error's message by a command's options.
 
-    A parameter of a command has the name of the Python argument that it becomes. Settings of the recipe schema stay
-    where the command takes a recipe: a file has them too.
+    A command's parameter has the name of the Python argument that it becomes. If the command takes a recipe, the names
+    of a recipe's settings stay, because they may come from a file.
 
     Args:
         message: in which `` `name` `` or `name=` is an argument.
@@ -206,7 +206,7 @@ def _help(name: str, field: Any) -> str:
 
 
 def chosen(options: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Those of some options of `with_options` that were given."""
+    """The options among `names` that were given, from an object of `with_options`."""
     values = {name: getattr(options, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 

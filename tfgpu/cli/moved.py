@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "doctor": {"--workers": "--hosts"},
 }
-"""By command ("" is all): old option -> new. `--json FILE` is for an option that took a value, and does no longer."""
+"""By command ("" is all): old option -> new. `--json FILE` is an option that no longer takes a value."""
 
 
 def command(words: str) -> str | None:
@@ -49,7 +49,7 @@ def option(command: str, name: str | None, words: Sequence[str] = ()) -> str | N
 
     Args:
         command: the command, such as `"tune batch-size"`.
-        name: the option that the parser does not know; None if it found a value too many.
+        name: the option that the parser does not know; None if it found an extra value.
         words: everything that was typed.
 
     Example:

@@ -54,7 +54,7 @@ class Options:
         bool, "Pretrained: attention by blocks, as `tfgpu train --flash-attention`.", "--flash-attention"
     ) = False
     loss_chunk: _model(
-        int | None, "Pretrained: tokens whose logits are there at a time [as `tfgpu train` chooses]."
+        int | None, "Pretrained: tokens whose logits are computed at a time [as `tfgpu train` chooses]."
     ) = None
     batch: _model(int | None, "Global batch [8 per device].") = None
     optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", metavar="NAME|INTEGER") = "adamw"
@@ -169,7 +169,7 @@ def _workload(options: Options) -> Workload:
 
 
 def _pretrained(options: Options, given: Mapping) -> Workload:
-    """A published model, of which only the sequence's length is chosen."""
+    """A published model; only the length of a sequence can be chosen."""
     others = [name for name in given if name != "sequence"] + (["model"] if options.model else [])
     if others:
         raise InputError(f"--pretrained has its own sizes. Received: --{others[0]}. Remove it.")

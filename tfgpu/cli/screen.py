@@ -106,7 +106,7 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:  # Typer would end without a word.
+        except KeyboardInterrupt as interrupt:  # Typer would end without a message.
             complain(str(interrupt) or "Interrupted.")
             raise typer.Exit(130) from None
 

@@ -62,7 +62,7 @@ def tune(
     **flags: Any,
 ) -> None:
     if name is not None:
-        ready.path(name)  # `tfgpu tune batchsize` is no study
+        ready.path(name)  # `tfgpu tune batchsize` is not a study
     if output is None:
         raise InputError("A study needs a folder. Add --output DIR.")
     recipe = None  # of the study that is resumed

@@ -56,7 +56,7 @@ class _Rehearsal:
 
     @contextlib.contextmanager
     def _in_keras(self) -> Iterator[None]:
-        """What runs within is no loop of the script's own."""
+        """What runs inside is not the script's own loop."""
         before, self._is_in_keras = self._is_in_keras, True
         try:
             yield
@@ -97,7 +97,7 @@ class _Rehearsal:
 
 
 def _on_two(stock):
-    """`tfgpu.strategy` with two logical devices in the place of this machine's, or of a cluster's."""
+    """`tfgpu.strategy` with two logical devices instead of this machine's or a cluster's."""
 
     @functools.wraps(stock)
     def strategy(kind="auto", devices=None, **options):
@@ -110,7 +110,7 @@ def _on_two(stock):
 
 
 def _spread_mirrored() -> None:
-    """A `MirroredStrategy` of the script's own has two replicas too."""
+    """Gives two replicas to a `MirroredStrategy` that the script creates too."""
     from tfgpu.compat.patch import wrap
 
     @wrap("tf.distribute.MirroredStrategy.__init__")

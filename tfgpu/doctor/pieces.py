@@ -1,4 +1,4 @@
-"""What becomes of each piece of a script's step on replicas. The script runs in another process, to its first step."""
+"""Finds how each piece of a script's step runs on replicas. Another process runs the script up to its first step."""
 
 import json
 import tempfile
@@ -16,12 +16,12 @@ _TAIL = 2000
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a script's first step told.
+    """What a script's first step has shown.
 
     Attributes:
         pieces: of the step, each with `name`, `verdict`, `why`, `source` and `traffic`
             (`tfgpu.core.row_mixing.verdicts.Piece`).
-        replicas: that the first step had; 0 where there was none.
+        replicas: the number in the first step; 0 if there was no step.
         error: why the script ended before its first step; "" if it did not fail.
     """
 
@@ -31,15 +31,15 @@ class Rehearsal:
 
     @property
     def failed(self) -> bool:
-        """Whether a piece was refused, or the script ended by an error before its first step."""
+        """Whether a piece was refused, or the script ended with an error before its first step."""
         return bool(self.error) or any(piece["verdict"] == "refused" for piece in self.pieces)
 
 
 def rehearse(script: str | Path, arguments: Sequence[str] = (), *, environ: Mapping[str, str]) -> Rehearsal:
-    """Runs a script up to the end of its first training step, and tells what was found of the pieces of the step.
+    """Runs a script up to the end of its first training step, and returns the pieces of that step.
 
-    It trains on all GPUs if there are several, else on two logical CPU devices. What the script does before its first
-    step, it does: it reads data, and a callback may write files.
+    It trains on all GPUs if there are several, else on two logical CPU devices. Everything before the
+    first step really happens: the script reads data, and a callback may write files.
 
     Args:
         script: the file to run.

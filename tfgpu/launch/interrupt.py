@@ -22,13 +22,13 @@ _SAME_S = 0.02
 def heeded(end_waiting: Callable[[], None]) -> Iterator[None]:
     """In the block, Ctrl-C raises KeyboardInterrupt, also where Python alone would not.
 
-    - Python handles Ctrl-C when the main thread is back from a call of C++. A collective is one that may wait for
-      another worker forever: `end_waiting` ends it.
+    - Python handles Ctrl-C only after the main thread has returned from C++. A collective may wait there forever for
+      another worker: `end_waiting` ends it.
     - Python drops an exception in `__del__` and in a weak reference's callback: it is raised again.
     - Within a call of TensorFlow, KeyboardInterrupt becomes another error, and workers that are interrupted together
       see each other leave: it is raised in place of such an error.
 
-    A script's own handler of Ctrl-C stays what it is. Outside the main thread this does nothing.
+    A script's own handler of Ctrl-C stays in place. Outside the main thread this does nothing.
 
     Args:
         end_waiting: ends the calls in which this process waits for others; called in a thread, every second until

@@ -87,7 +87,7 @@ def measure_workers(
     repeats: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> WorkersReport:
-    """Measures the input of one of `workers` workers in this process, beside that of one device, in turns.
+    """Measures the input of one of `workers` workers in this process, in turns with the input of one device.
 
     Args:
         what: the recipe of the training.
@@ -152,7 +152,7 @@ def _read_by(what: Recipe, examples: Examples, worker: int, workers: int) -> flo
 
 
 def _counted(examples: Examples, count: int, loads: Counter) -> Examples:
-    """The first examples, each of which says that it is read; nothing is decoded."""
+    """The first examples, each of which records that it is read; nothing is decoded."""
     kind = tf.uint8 if examples.load is not None else _kind(examples)
 
     def load(index):

@@ -29,7 +29,7 @@ class Job:
     heads: tuple[heads.Head, ...]
     schedule_callbacks: tuple[keras.callbacks.Callback, ...]
     ending_callbacks: tuple[keras.callbacks.Callback, ...]
-    finetuned: Any = None  # of a pretrained model: what its run needs besides (`finetune.Finetuned`)
+    finetuned: Any = None  # what a run with a pretrained model also needs (`finetune.Finetuned`)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ MOST_PREDICTED = 100_000  # test examples; larger splits get no matrix
 def confusion(model: Any, data: Data) -> list[list[int]] | None:
     """Counts the test examples by true and predicted class.
 
-    Returns:
-        None for too many examples or classes, or if the model does not learn one class per example.
-
     Args:
         model: trained.
         data: the run's data.
+
+    Returns:
+        None for too many examples or classes, or if the model does not learn one class per example.
     """
     info, classes = data.info, data.info.classes
     if classes > MOST_CLASSES or info.test_examples > MOST_PREDICTED or info.labels not in ("class", "one_hot"):

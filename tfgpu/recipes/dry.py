@@ -56,7 +56,7 @@ def run(what: Recipe) -> list[str]:
     """
     if what.preset:
         raise InputError(
-            "A dry run makes up its data, and a pretrained model's is text. Remove --dry-run, or try --epochs 1 on "
+            "A dry run makes up its data, but a pretrained model needs text. Remove --dry-run, or try --epochs 1 on "
             "a few lines."
         )
     known = shape_of(what)

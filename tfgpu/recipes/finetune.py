@@ -82,7 +82,8 @@ def build(what: Recipe, cluster: Cluster) -> Job:
         names = _names(task, what)
         model = graph.flat(task, names)
         has_head = _has_head(model)
-        trained = sum(math.prod(variable.shape) for variable in task.trainable_variables)  # before they are cut
+        # Counted before the variables are cut into shards.
+        trained = sum(math.prod(variable.shape) for variable in task.trainable_variables)
     tokenizer = presets.tokenizer(task)
     length, limit = _length(what, task)
     template = templates.choose(what.template, preset.folder, tokenizer.has, tokenizer.text_of(tokenizer.start))
@@ -150,16 +151,16 @@ def _has_head(model: keras.Model) -> bool:
 
 
 def _loss(what: Recipe, layout: layouts.Layout, numbers: int, has_head: bool) -> keras.losses.Loss:
-    """The loss over the tokens that are learned: of a chunk's logits at a time where that saves memory.
+    """The loss over the tokens that are learned, computed by chunks where that saves memory.
 
     Args:
         what: the recipe.
         layout: the layout.
-        numbers: of the logits of a device's rows.
+        numbers: how many logits a device's rows have.
         has_head: whether the model's last layer can compute logits by chunks.
 
     Raises:
-        InputError: a chunk is given, and the layout or the model has no chunks.
+        InputError: a chunk is given, but the layout or the model computes all logits at once.
     """
     reduction = "mean_with_sample_weight"
     why = "pipelines and split layers compute" if layout.name in ("pipeline", "tensor") else ""
@@ -224,7 +225,7 @@ def _zeros(model: keras.Model, rows: int, length: int) -> dict[str, np.ndarray]:
 
 
 def _rank(variable: keras.Variable) -> int:
-    """The rank of a variable, or of the one that it is a flat piece of."""
+    """The rank of a variable; for a flat piece, the rank of the whole one."""
     return len(sharding.full_shape(variable) if sharding.is_fully_sharded(variable) else variable.shape)
 
 

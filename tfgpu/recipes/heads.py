@@ -1,4 +1,4 @@
-"""What a recipe's model ends with: outputs, losses and metrics by what the data has to learn."""
+"""The outputs of a recipe's model, with their losses and metrics, as the data's targets require."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class Head:
 
 _MOST_OUTPUTS = 1 << 16
 CLASSES = (Head("class", 0),)
-"""One class per example, whatever their number: enough to compile."""
+"""One class per example; to compile, the number of classes does not matter."""
 
 
 def heads_of(info: Info, *, classes: int | None = None) -> tuple[Head, ...]:
@@ -73,7 +73,7 @@ def heads_of(info: Info, *, classes: int | None = None) -> tuple[Head, ...]:
 
     Args:
         info: the data's facts.
-        classes: of masks in files.
+        classes: the number of classes of masks in files.
 
     Raises:
         InputError: a target that recipes do not train.
@@ -112,13 +112,13 @@ def _named(name: str, target: Any, info: Info, classes: int | None) -> Head:
 
 
 def metric_names(heads: Sequence[Head]) -> list[str]:
-    """The names of all metrics in the logs, but the loss.
+    """The names of all metrics in the logs except the loss.
 
     Example:
         >>> metric_names([Head("class", 3, "kind", (3,)), Head("numbers", 1, "price", (1,))])
         ['kind_accuracy', 'price_mae', 'price_rmse', 'price_r2_score']
     """
-    if len(heads) == 1:  # Keras names no output then
+    if len(heads) == 1:  # then Keras does not put the output's name into the logs
         return replace(heads[0], name="").names()
     return [name for head in heads for name in head.names()]
 
@@ -127,11 +127,11 @@ def build(name: str, info: Info, heads: Sequence[Head], options: Mapping[str, An
     """Builds a model by name with these outputs.
 
     Args:
-        name: as for `models.build`. A function of the user's gets `input_shape` (a dict for named inputs) and
+        name: as for `models.build`. A user's function gets `input_shape` (a dict for named inputs) and
             `classes`: the number of outputs, or these by the targets' names, and must return such outputs.
         info: the data's facts.
         heads: the outputs.
-        options: of the builder.
+        options: for the builder.
 
     Raises:
         InputError: a model that cannot take such inputs, or does not return such outputs.
@@ -162,7 +162,7 @@ def build(name: str, info: Info, heads: Sequence[Head], options: Mapping[str, An
 
 
 def _check_sizes(name: str, info: Info, heads: Sequence[Head]) -> None:
-    """Rejects targets for which a model by name has no outputs, or too many weights."""
+    """Rejects targets for which a model by name has no outputs, or would have too many weights."""
     for head in heads:
         if head.kind == "own":
             raise InputError(

@@ -17,7 +17,7 @@ _OTHERS = (
 
 
 def setting(default: Any, panel: str, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
-    """A field of the schema, with its panel in `--help` and its flag where that is not its name."""
+    """A field of the schema, with its panel in `--help`, and its flag if that differs from its name."""
     extra = {"panel": panel} | ({"flag": flag} if flag else {})
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
@@ -48,7 +48,7 @@ class Pretrained(BaseModel):
     loss_chunk: int | None = setting(
         None,
         "Pretrained",
-        "Tokens whose logits are there at a time. Default: all; where all logits of a device take over 192 MiB, as "
+        "Tokens whose logits are computed at a time. Default: all; if all logits of a device take over 192 MiB, as "
         "many as take 64 MiB.",
         ge=1,
     )
@@ -92,8 +92,10 @@ def check(what: Any, defaults: Mapping[str, Any]) -> None:
 
 
 def check_paths(what: Any) -> None:
-    """Raises `InputError` where the data is no file or the preset no folder; contents are checked later."""
+    """Raises `InputError` if the data is not a file or the preset not a folder; contents are checked later."""
     if not Path(what.data).is_file():
         raise InputError(f"There is no file {what.data!r}. Give --data a .jsonl file or a plain text.")
     if not Path(what.preset).expanduser().is_dir():
-        raise InputError(f"There is no preset folder {what.preset!r}. Give --preset one of KerasHub or Hugging Face.")
+        raise InputError(
+            f"There is no preset folder {what.preset!r}. Give --preset the folder of a KerasHub or Hugging Face model."
+        )

@@ -44,7 +44,7 @@ Options = dict[str, Any]
 
 
 def shares(data: object = None) -> dict[str, float]:
-    """What is held back by default of a recipe's data; None is the default data.
+    """The fractions of a recipe's data that are held back by default; None is the default data.
 
     Example:
         >>> shares("digits"), shares("photos/")

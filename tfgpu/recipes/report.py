@@ -27,7 +27,7 @@ class Report:
         advice: sentences about layer sizes and Tensor Cores.
         confusion: counts [true class][predicted class], or None.
         class_names: one per row of `confusion`.
-        metrics: the names of the metrics in `rows`, but the loss, the main one first.
+        metrics: the names of the metrics in `rows` except the loss, the main one first.
         monitor: the machines' resource use during training; None if it was not monitored.
         samples: what a language model wrote: objects with `prompt`, `expected` and `written`.
     """
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def score(self) -> tuple[str, str]:
-        """The main score and its name: of the test part, or else of the last epoch, with a validation part of that."""
+        """The main score and its name: of the test, else of the last epoch's validation, else of its training."""
         order = ("perplexity", "accuracy", *self.metrics, "loss")
         if len(self.metrics) > 1 and not {"perplexity", "accuracy", "mae"} & set(self.metrics):
             order = ("loss",)  # several targets: no metric stands for all

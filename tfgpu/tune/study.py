@@ -68,8 +68,8 @@ def study(
         monitor: what to minimize: "val_error" (default), "val_loss" or another entry of the logs.
         seed: the seed of the sampler (default 0). Training uses the recipe's seed.
         timeout_s: time limit of a trial in seconds; None sets no limit.
-        resume: resume the study in `folder`; running trials resume from their checkpoints. Of trials whose
-            folders are gone, the journal has settings and values.
+        resume: resume the study in `folder`; running trials resume from their checkpoints. For trials
+            whose folders are gone, the journal has settings and values.
         allow_code: whether a recipe's file, or the study to resume, may name functions to call.
         on_trial: called after each trial.
 

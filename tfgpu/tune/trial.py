@@ -69,7 +69,7 @@ def value_of(row: Mapping[str, float], monitor: str) -> float:
         )
     if monitor == "val_error":
         raise InputError(
-            "The logs do not contain 'val_accuracy', of which val_error is made. Use another monitor "
+            "The logs do not contain 'val_accuracy', from which val_error is computed. Use another monitor "
             f"(--monitor val_loss). They contain: {', '.join(sorted(row))}."
         )
     if monitor not in row:

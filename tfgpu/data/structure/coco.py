@@ -98,7 +98,7 @@ def targets(
         image_size: (height, width) that the pictures will have; None: as they are.
 
     Raises:
-        InputError: files whose categories differ, or a picture without a size where sizes change.
+        InputError: files whose categories differ, or a picture without a size although pictures are resized.
     """
     categories: dict[int, str] = {}
     for file in files:

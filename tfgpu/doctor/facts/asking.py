@@ -123,7 +123,7 @@ def ask_with_log(
         options: arguments for the questions.
 
     Returns:
-        The answers by name, of which a failed one is `{"error": why}`, and what the process wrote to stderr.
+        The answers by name (`{"error": why}` for a failed one), and what the process wrote to stderr.
     """
     code = f"from tfgpu.doctor.facts import asking; asking.answer({module!r}, {list(names)!r}, {options!r})"
     ended = run([*INTERPRETER, "-c", code], environ=environ, seconds=seconds, stop=stop)

@@ -193,7 +193,7 @@ def _unknown(found: Sorted, window: Window, shares: Shares, around: Around) -> t
         )
         if any(name.startswith("GPU") for name in around.devices):
             texts.append(
-                "There is a GPU, but without CUPTI, or beside another profiler, TensorFlow does not record its work."
+                "There is a GPU, but without CUPTI, or if another profiler runs, TensorFlow does not record its work."
             )
     if not found.kernels and not found.operations:
         texts.append("No operation of the model was recorded.")
