@@ -87,7 +87,6 @@ class Monitor(keras.callbacks.Callback):
         self._every_s = float(every_s)
         self._places = _places(folder, csv, tensorboard, prometheus, self._worker)
         self._watcher: Watcher | None = None
-        self._thread: threading.Thread | None = None
         self._forgotten: weakref.finalize[[], Monitor] | None = None
         self._fit: threading.Thread | None = None
         self._begun = self._epoch_begun = self._block_begun = 0.0
@@ -116,19 +115,16 @@ class Monitor(keras.callbacks.Callback):
         self._fit, self._run = threading.current_thread(), weakref.ref(run) if run is not None else None
         self._is_traced, self._block_ended, self.epochs = False, None, []
         self._begun, self._counter = time.monotonic(), input_stats.RowCounter(run)
-        before = _iterations(self.model)
         self._watcher = Watcher(
             self._places,
             begun=self._begun,
             every_s=self._every_s,
             worker=self._worker,
             workers=self._workers,
-            step=before,
+            step=_iterations(self.model),
             computing_s=(lambda: input_stats.computing_s(run)) if run is not None else lambda: None,
             epochs=self.epochs,
         )
-        self._thread = threading.Thread(target=self._watcher.work, name="tfgpu-monitor", daemon=True)
-        self._thread.start()
         # Without the repairs, a failed `fit` does not notify its callbacks.
         self._forgotten = weakref.finalize(self, self._watcher.stop)
         if run is not None:
@@ -178,14 +174,13 @@ class Monitor(keras.callbacks.Callback):
             self._forgotten.detach()
         self._forgotten = self._fit = None
         watcher, self._watcher = self._watcher, None
-        thread, self._thread = self._thread, None
-        if watcher is not None and thread is not None:
-            watcher.finish(thread)
+        if watcher is not None:
+            watcher.finish()
             self.cost_s = watcher.cost_s
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies the settings; a copy monitors nothing yet."""
-        idle = dict.fromkeys(("_watcher", "_thread", "_forgotten", "_fit", "_run"))
+        idle = dict.fromkeys(("_watcher", "_forgotten", "_fit", "_run"))
         return {**self.__dict__, **idle, "_counter": input_stats.RowCounter(None)}
 
     def _count(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -73,7 +73,7 @@ class Track(keras.callbacks.Callback):
         self._settings = {key: _text(value) for key, value in cleaned.items()}
         self._remember = None if remember is None else Path(remember)
         self._is_chief = is_chief
-        self._run: _Run | None = None
+        self._run: _Mlflow | _Wandb | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._sent: list[Future[None]] = []
         self._stays_open = False
@@ -174,19 +174,9 @@ class Track(keras.callbacks.Callback):
         self._sent = []
 
 
-class _Run(Protocol):
+class _Mlflow:
     """A tracker's run; `name` is its id there."""
 
-    name: str
-
-    def log(self, numbers: Mapping[str, float], step: int, at_s: float) -> None: ...
-
-    def add(self, file: Path) -> None: ...
-
-    def close(self, status: str) -> None: ...
-
-
-class _Mlflow:
     STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
     def __init__(self, project: str, name: str | None, settings: Mapping[str, str], found: str | None):
@@ -215,6 +205,8 @@ class _Mlflow:
 
 
 class _Wandb:
+    """Like `_Mlflow`."""
+
     def __init__(self, project: str, name: str | None, settings: Mapping[str, str], found: str | None):
         how = {"resume": "allow", "id": found} if found is not None else {}
         wandb = importlib.import_module("wandb")
@@ -231,7 +223,7 @@ class _Wandb:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
-_TRACKERS: dict[str, Callable[..., _Run]] = {"mlflow": _Mlflow, "wandb": _Wandb}
+_TRACKERS: dict[str, type[_Mlflow | _Wandb]] = {"mlflow": _Mlflow, "wandb": _Wandb}
 
 
 def check(tracker: str) -> None:

@@ -45,7 +45,7 @@ class Places:
 
 
 class Watcher:
-    """Takes samples until it is stopped; after an error it warns once and continues.
+    """Takes samples in a thread from its creation until `finish`; after an error it warns once and continues.
 
     Nothing is written before the first step: a run that fails earlier leaves no files.
 
@@ -56,7 +56,7 @@ class Watcher:
         worker: this process's number.
         workers: number of workers that train together.
         step: steps that the model has already made.
-        computing_s: returns how long a step computes, without its wait for data.
+        computing_s: returns how long a step computes, without its wait for data; None if that is unknown.
         epochs: the list to which the epochs' rows are appended.
 
     Attributes:
@@ -72,16 +72,14 @@ class Watcher:
         every_s: float,
         worker: int,
         workers: int,
-        step: int,
-        computing_s: Callable[[], float | None],
-        epochs: list[dict[str, Value]],
+        step: int = 0,
+        computing_s: Callable[[], float | None] = lambda: None,
+        epochs: list[dict[str, Value]] | None = None,
     ):
         self.epoch = 1
         self.cost_s = 0.0
-        self._places, self._every_s = places, every_s
-        self._workers = workers
-        self._computing_s, self._rows = computing_s, epochs
-        self._begun = begun
+        self._places, self._every_s, self._workers, self._begun = places, every_s, workers, begun
+        self._computing_s, self._rows = computing_s, [] if epochs is None else epochs
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._step, self._timed_steps, self._timed_s = step, 0, 0.0
@@ -96,6 +94,8 @@ class Watcher:
         self._warned: set[str] = set()
         self._metrics = prometheus.Metrics(worker=worker)
         self._server = prometheus.Server(places.server, self._metrics) if places.server else None
+        self._thread = threading.Thread(target=self._work, name="tfgpu-monitor", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int | None:
@@ -120,17 +120,16 @@ class Watcher:
         """Asks the thread to end after a last sample."""
         self._stop.set()
 
-    def finish(self, thread: threading.Thread) -> None:
+    def finish(self) -> None:
         """Ends the thread and the server. If a driver hangs, the thread is abandoned."""
         self.stop()
-        thread.join(timeout=_FINISH_S)
-        if thread.is_alive():
+        self._thread.join(timeout=_FINISH_S)
+        if self._thread.is_alive():
             _log.warning("The monitor's last sample took more than %.0f s: its last rows are not written.", _FINISH_S)
         if self._server:
             self._server.close()
 
-    def work(self) -> None:
-        """Runs in the thread."""
+    def _work(self) -> None:
         try:
             with Sampler() as sampler:
                 self._take_all(sampler)
@@ -237,20 +236,9 @@ def watching(path: Path, *, worker: int, workers: int, every_s: float = 1.0) -> 
         workers: number of workers that train together.
         every_s: seconds between samples.
     """
-    watcher = Watcher(
-        Places(samples=path),
-        begun=time.monotonic(),
-        every_s=every_s,
-        worker=worker,
-        workers=workers,
-        step=0,
-        computing_s=lambda: None,
-        epochs=[],
-    )
+    watcher = Watcher(Places(path), begun=time.monotonic(), every_s=every_s, worker=worker, workers=workers)
     watcher.note(0, None)  # There is no first step to wait for.
-    thread = threading.Thread(target=watcher.work, name="tfgpu-monitor", daemon=True)
-    thread.start()
     try:
         yield
     finally:
-        watcher.finish(thread)
+        watcher.finish()
