@@ -57,11 +57,7 @@ def profile_input(
     check_json(json_to)
     with Console(stderr=True).status("starting TensorFlow") as status:
         start_tensorflow()
-        options = {
-            "seconds": seconds,
-            "repeats": repeats,
-            "progress": lambda text: status.update(f"measuring: {text}"),
-        }
+        options = {"seconds": seconds, "repeats": repeats, "progress": lambda text: status.update(f"measuring: {text}")}
         if workers == 1:
             measured = imported("tfgpu.measure.input").measure_input(recipe, **options)
         else:

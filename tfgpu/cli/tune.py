@@ -78,11 +78,7 @@ def tune(
             start_tensorflow(debug=debug)
             studies = imported("tfgpu.tune.study")
         result = studies.study(
-            recipe,
-            output,
-            search=searched,
-            **how,
-            on_trial=lambda trial: console.print(_line(trial), markup=False),
+            recipe, output, search=searched, **how, on_trial=lambda trial: console.print(_line(trial), markup=False)
         )
     except KeyboardInterrupt:
         resume_with = f"tfgpu tune --resume --output {output} --trials {trials}"

@@ -35,9 +35,7 @@ class Pretrained(BaseModel):
         None, "Pretrained", "Freeze the model and train LoRA matrices of this rank. Default: train all weights.", ge=1
     )
     layout: Literal["auto", "one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor"] = setting(
-        "auto",
-        "Pretrained",
-        "Layout of the model on the devices; `auto`: mirrored, or `one` on a single device.",
+        "auto", "Pretrained", "Layout of the model on the devices; `auto`: mirrored, or `one` on a single device."
     )
     microbatches: int | None = setting(
         None, "Pretrained", "Micro-batches of a batch in a pipeline. Default: 4 per stage.", ge=1

@@ -136,10 +136,7 @@ class Recipe(pretrained.Pretrained):
         {}, "Model", "An argument of the model's builder, such as `widths=[64]`.", flag="--model-option"
     )
     initializer: str | None = _field(
-        None,
-        "Model",
-        "The model's initializer, such as `he_normal`. Default: the model's.",
-        min_length=1,
+        None, "Model", "The model's initializer, such as `he_normal`. Default: the model's.", min_length=1
     )
     normalization: str | None = _field(
         None,
@@ -204,10 +201,7 @@ class Recipe(pretrained.Pretrained):
         "The final weights: the last ones (`none`), or their moving average, also used for validation (`ema`).",
     )
     weight_average_options: Options = _field(
-        {},
-        "Training",
-        "`ema`: `momentum=0.99` per update.",
-        flag="--weight-average-option",
+        {}, "Training", "`ema`: `momentum=0.99` per update.", flag="--weight-average-option"
     )
     checkpoint_steps: int = _field(
         0, "Training", "Also save a checkpoint every so many steps; 0: only at the end of each epoch.", ge=0
@@ -218,11 +212,7 @@ class Recipe(pretrained.Pretrained):
         "Monitor GPUs, CPU, memory and input wait during training, and report the bottleneck (`tfgpu top`).",
     )
     seed: int = _field(
-        0,
-        "Training",
-        "Determines the initial weights, the order of examples and all random numbers.",
-        ge=0,
-        lt=2**32,
+        0, "Training", "Determines the initial weights, the order of examples and all random numbers.", ge=0, lt=2**32
     )
 
     optimizer: str = _field(
@@ -236,9 +226,7 @@ class Recipe(pretrained.Pretrained):
     )
     learning_rate: float = _field(3e-3, "Optimizer", "The peak learning rate of the schedule.", gt=0)
     schedule: Literal["constant", "cosine", "exponential", "plateau", "polynomial", "step"] = _field(
-        "cosine",
-        "Optimizer",
-        "How the learning rate decays; `plateau` waits for the validation loss to stall.",
+        "cosine", "Optimizer", "How the learning rate decays; `plateau` waits for the validation loss to stall."
     )
     schedule_options: Options = _field(
         {},

@@ -116,11 +116,7 @@ def measure(what: Recipe, repeats: int) -> dict[str, Any]:
             seconds = epoch_times(job, batch, 1, steps_per_epoch=steps)[0]
         times = epoch_times(job, batch, repeats, steps_per_epoch=steps)
         rates = [steps * what.global_batch / seconds for seconds in times]
-        return {
-            "examples_per_s": statistics.median(rates),
-            "spread": [min(rates), max(rates)],
-            "peaks": peaks(),
-        }
+        return {"examples_per_s": statistics.median(rates), "spread": [min(rates), max(rates)], "peaks": peaks()}
 
 
 def _refused(what: Recipe, examples: int | None) -> str:

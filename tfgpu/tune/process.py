@@ -33,11 +33,7 @@ class TrialProcess:
     """
 
     def __init__(
-        self,
-        task: Mapping[str, Any],
-        log: str,
-        environment: Mapping[str, str],
-        module: str = "tfgpu.tune.trial",
+        self, task: Mapping[str, Any], log: str, environment: Mapping[str, str], module: str = "tfgpu.tune.trial"
     ):
         self._end, inner = multiprocessing.Pipe()
         self._log = log

@@ -84,12 +84,7 @@ class RangeTest:
 
 
 def learning_rate(
-    model: keras.Model,
-    data: Any,
-    *,
-    lowest: float = 1e-6,
-    highest: float = 1.0,
-    steps: int = 200,
+    model: keras.Model, data: Any, *, lowest: float = 1e-6, highest: float = 1.0, steps: int = 200
 ) -> RangeTest:
     """Trains for some steps with an exponentially rising learning rate, and restores the model.
 

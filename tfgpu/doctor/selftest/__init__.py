@@ -79,11 +79,7 @@ class _Known:
     """
 
     def __init__(
-        self,
-        facts: Mapping[str, dict],
-        hosts: Sequence[str],
-        others: Sequence[str],
-        on_check: Callable[[Check], None],
+        self, facts: Mapping[str, dict], hosts: Sequence[str], others: Sequence[str], on_check: Callable[[Check], None]
     ):
         self.machines: Mapping[str, dict] = {}
         self.checks: list[Check] = []

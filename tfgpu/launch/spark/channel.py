@@ -107,10 +107,7 @@ class TaskListener:
                 threading.Thread(target=self._listen, args=(caller,), daemon=True).start()
 
     def _listen(self, caller: socket.socket) -> None:
-        with (
-            contextlib.suppress(OSError, EOFError, AuthenticationError),
-            Connection(os.dup(caller.fileno())) as line,
-        ):
+        with contextlib.suppress(OSError, EOFError, AuthenticationError), Connection(os.dup(caller.fileno())) as line:
             deliver_challenge(line, self.key)
             answer_challenge(line, self.key)
             self._links[line.recv()].serve(line)

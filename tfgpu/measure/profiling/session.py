@@ -104,12 +104,7 @@ class Session:
 
 @contextlib.contextmanager
 def profile(
-    folder: str | Path = "profile",
-    *,
-    skip: int = 3,
-    calls: int = 10,
-    seconds: float = 5.0,
-    ends: bool = False,
+    folder: str | Path = "profile", *, skip: int = 3, calls: int = 10, seconds: float = 5.0, ends: bool = False
 ) -> Iterator[Session]:
     """Profiles some of the steps that run in the block, in `fit` or in a hand-written loop.
 
