@@ -82,8 +82,9 @@ def compare(strategy: tf.distribute.Strategy, directory: Path, *, is_chief: bool
     if not chiefs:
         return Disks(rank, (0,) * count, token, False)
     what = f"Using {directory} for checkpoints"
-    fail_together(strategy, lambda: _prepare(directory, f"{_PROBE}.{token}-{rank}"), what)
-    seen = fail_together(strategy, lambda: [at for at in range(count) if _sees(directory, token, at)], what)
+    probes = [directory / f"{_PROBE}.{token}-{at}" for at in range(count)]
+    fail_together(strategy, lambda: _prepare(directory, probes[rank].name), what)
+    seen = fail_together(strategy, lambda: [at for at, probe in enumerate(probes) if probe.is_dir()], what)
     leaders = np.zeros(count, "int64")
     leaders[rank] = min(seen)
     found = Disks(rank, tuple(map(int, collectives.sum_over_workers(strategy, leaders))), token, True)
@@ -102,10 +103,6 @@ def _prepare(directory: Path, probe: str) -> None:
             f"Checkpoints cannot be written to {directory}: {error}. Grant write access there, free space, or "
             "choose another directory."
         ) from error
-
-
-def _sees(directory: Path, token: str, rank: int) -> bool:
-    return (directory / f"{_PROBE}.{token}-{rank}").is_dir()
 
 
 def _tell(found: Disks, directory: Path) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,13 +66,8 @@ def _contents(tensors: list[Stored]) -> Iterable[bytes | memoryview]:
     while tensors:
         for chunk in tensors.pop(0).chunks:
             if chunk.size:
-                yield memoryview(_little(np.ascontiguousarray(chunk)).reshape(-1)).cast("B")
-
-
-def _little(array: np.ndarray) -> np.ndarray:
-    """The numbers in the byte order of the format."""
-    is_big = array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big")
-    return array.astype(array.dtype.newbyteorder("<")) if is_big else array
+                in_order = np.ascontiguousarray(chunk, chunk.dtype.newbyteorder("<"))
+                yield memoryview(in_order.reshape(-1)).cast("B")
 
 
 def hash_of(path: Path) -> str:

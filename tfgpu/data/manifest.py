@@ -118,9 +118,7 @@ def find(folder: str | Path) -> Manifest | None:
         InputError: it is damaged or from a newer version.
     """
     path = Path(folder) / FILE
-    if not path.is_file():
-        return None
-    return parse(path.read_bytes(), path)
+    return parse(path.read_bytes(), path) if path.is_file() else None
 
 
 def parse(content: bytes, source: object) -> Manifest | None:

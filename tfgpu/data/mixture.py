@@ -127,9 +127,7 @@ class Blend:
                 if count
             ]
             together = tf.concat(found, 0)
-            if shuffle:
-                return position.order(together, seed=seed, epoch=epoch)
-            return tf.gather(together, evenly)
+            return position.order(together, seed=seed, epoch=epoch) if shuffle else tf.gather(together, evenly)
 
         return int(counts.sum()), order
 

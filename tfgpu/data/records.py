@@ -153,7 +153,7 @@ def _found(name: str, paths: Sequence, index_of: type[Index]) -> dict:
         "index": index,
         "features": features,
         "label": lambda i: _parse_label(index.record(i), features),
-        "own": _own_parts(paths, index),
+        "own": {part: np.flatnonzero(np.isin(index.file_of, files)) for part, files in parts_of(paths).items()},
     }
 
 
@@ -270,10 +270,6 @@ def parts_of(paths: list[Path]) -> dict[str, list[int]]:
     if "train" not in part_of or None in part_of:
         return {"train": list(range(len(paths)))}
     return {part: [i for i, p in enumerate(part_of) if p == part] for part in PARTS if part in part_of}
-
-
-def _own_parts(paths, index: Index) -> dict[str, np.ndarray]:
-    return {part: np.flatnonzero(np.isin(index.file_of, files)) for part, files in parts_of(paths).items()}
 
 
 def serialize(x: np.ndarray | bytes, y: np.ndarray, *, number: int) -> bytes:

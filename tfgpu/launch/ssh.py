@@ -63,7 +63,9 @@ def launch(
     nodes = checked(nodes)
     local.check(job, script=False)
     python, directory = python or sys.executable, directory or os.getcwd()
-    carried = {name: value for name, value in os.environ.items() if _is_carried(name)}
+    # GPUs differ between machines; the launch sets the other variables itself.
+    own = ("CUDA_VISIBLE_DEVICES", *local.OURS)
+    carried = {name: value for name, value in os.environ.items() if CARRIED.fullmatch(name) and name not in own}
     job = dataclasses.replace(job, environment={**carried, **job.environment})
     return attempts.run(
         job,
@@ -104,8 +106,3 @@ def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[s
     found = [f"PYTHONPATH={shlex.quote(environ['PYTHONPATH'])}"] if environ.get("PYTHONPATH") else []
     start = " ".join([*found, shlex.quote(python), "-m tfgpu.launch.remote"])
     return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory)} && exec env {start}"]
-
-
-def _is_carried(name: str) -> bool:
-    # GPUs differ between machines; the launch sets the other variables itself.
-    return bool(CARRIED.fullmatch(name)) and name not in ("CUDA_VISIBLE_DEVICES", *local.OURS)

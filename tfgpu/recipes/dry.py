@@ -97,9 +97,7 @@ def shape_of(what: Recipe) -> Shape | None:
         found = shape_of_tfds(rest, what.image_size)
         if found is not None:
             return Shape(*found)
-    if what.image_size and what.classes:
-        return Shape((*what.image_size, 3), what.classes)
-    return None
+    return Shape((*what.image_size, 3), what.classes) if what.image_size and what.classes else None
 
 
 def made_up(known: Shape, batch: int, accumulate: int) -> Examples:

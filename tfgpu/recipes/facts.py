@@ -17,7 +17,6 @@ from tfgpu.callbacks.progress import line
 from tfgpu.data import Info
 from tfgpu.recipes import pretrained, wording
 from tfgpu.recipes.directory import git_commit
-from tfgpu.recipes.monitored import Monitored
 from tfgpu.recipes.recipe import Recipe, shares
 from tfgpu.recipes.report import Report, best_epoch
 
@@ -106,13 +105,9 @@ def report(
     rows: Sequence[Mapping[str, float]],
     tested: Mapping[str, float],
     metrics: Sequence[str],
-    advice: Sequence[str],
-    confusion: Sequence[Sequence[int]] | None,
-    class_names: Sequence[str],
-    monitor: Monitored | None = None,
-    samples: Sequence[Any] = (),
+    **content: Any,
 ) -> Report:
-    """Arranges a finished run's facts for the report."""
+    """Arranges a finished run's facts for the report; `content` are further fields of `Report`."""
     defaults = Recipe().model_dump() | shares(recipe.data)
     settings = {
         name: f"{_text(value)}{'' if value == defaults[name] else ' *'}"
@@ -134,11 +129,7 @@ def report(
             "Versions": {**facts["versions"], "git commit": facts["git_commit"] or "-"},
         },
         settings=settings,
-        advice=advice,
-        confusion=confusion,
-        class_names=class_names,
-        monitor=monitor,
-        samples=samples,
+        **content,
     )
 
 

@@ -93,7 +93,7 @@ def build(what: Recipe, cluster: Cluster) -> Job:
     loss = _loss(what, layout, rows * length * task.backbone.vocabulary_size, has_head)
     if what.recompute:
         model = rematerialization.recompute(model, "layers")
-    model = layout.spread(model, batch=_zeros(model, what.global_batch, length))
+    model = layout.spread(model, batch={name: np.ones((what.global_batch, length), np.int32) for name in model.input})
     presets.load(task, preset)
     ends = (Head("tokens", parts.data.info.classes),)
     compiling.check_monitors(what, heads=ends, has_validation=parts.data.validation is not None)
@@ -218,10 +218,6 @@ def _parts(
         split_seed=what.split_seed,
         feed=Feed(prefetch=what.prefetch),
     )
-
-
-def _zeros(model: keras.Model, rows: int, length: int) -> dict[str, np.ndarray]:
-    return {name: np.ones((rows, length), np.int32) for name in model.input}
 
 
 def _rank(variable: keras.Variable) -> int:

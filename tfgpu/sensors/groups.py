@@ -10,10 +10,10 @@ from pathlib import Path
 def cpu_quota(root: Path) -> float | None:
     """The CPU quota of this process's control group in cores; `None` without a limit."""
     for path in _groups(root, "cpu"):
-        words = _text(path / "cpu.max").split()
+        words = text_of(path / "cpu.max").split()
         if len(words) == 2 and words[0] != "max":
             return int(words[0]) / int(words[1])
-        quota, period = _text(path / "cpu.cfs_quota_us").strip(), _text(path / "cpu.cfs_period_us").strip()
+        quota, period = text_of(path / "cpu.cfs_quota_us").strip(), text_of(path / "cpu.cfs_period_us").strip()
         if quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0:
             return int(quota) / int(period)
     return None
@@ -28,9 +28,9 @@ def memory_limit(root: Path) -> int | None:
 def memory_used(root: Path) -> int | None:
     """The memory use of the limited control group in bytes, without reclaimable cache; `None` without a limit."""
     found = _limited(root)
-    if found is None or not (now := _text(found[1]).strip()).isdecimal():
+    if found is None or not (now := text_of(found[1]).strip()).isdecimal():
         return None
-    lines = [line.split() for line in _text(found[1].parent / "memory.stat").splitlines()]
+    lines = [line.split() for line in text_of(found[1].parent / "memory.stat").splitlines()]
     kept = dict(words for words in lines if len(words) == 2)
     return max(0, int(now) - int(kept.get("inactive_file", kept.get("total_inactive_file", 0))))
 
@@ -39,7 +39,7 @@ def _limited(root: Path) -> tuple[int, Path] | None:
     """The nearest group's limit, and the file with its use."""
     for path in _groups(root, "memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            text = _text(path / limit).strip()
+            text = text_of(path / limit).strip()
             if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for no limit.
                 return int(text), path / used
     return None
@@ -48,7 +48,7 @@ def _limited(root: Path) -> tuple[int, Path] | None:
 def _groups(root: Path, controller: str) -> list[Path]:
     """The folders of this process's control group and its parents, the nearest first."""
     found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if number == "0" and not names:
@@ -62,7 +62,8 @@ def _groups(root: Path, controller: str) -> list[Path]:
     return found
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The content of a file, such as one in `/proc`; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")
     return ""

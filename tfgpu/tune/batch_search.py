@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError, MachineError, is_number, whole_number
+from tfgpu.errors import InputError, MachineError, positive, whole_number
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune import batches, scaling
@@ -290,8 +290,7 @@ def _check(numbers: Mapping[str, int | None], timeout_s: float) -> None:
     for name, value in numbers.items():
         if value is not None:
             whole_number(name, value)
-    if not is_number(timeout_s) or not timeout_s > 0:
-        raise InputError(f"`timeout_s` must be above 0. Received: {timeout_s!r}.")
+    positive("timeout_s", timeout_s)
     low, high = numbers["lowest"], numbers["highest"]
     if low is not None and high is not None and low > high:
         raise InputError(f"`lowest` must be at most `highest`. Received: {low} and {high}.")

@@ -3,7 +3,6 @@
 Everything is read below `root`, a folder with `proc`, `sys`, `dev` and `run`, such as `/`.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfgpu.sensors.groups import cpu_quota, memory_limit
+from tfgpu.sensors.groups import cpu_quota, memory_limit, text_of
 
 NVIDIA = "0x10de"
 _DISPLAY = "0x03"
@@ -52,8 +51,8 @@ def pci_gpus(folder: Path) -> int:
     Args:
         folder: `/sys/bus/pci/devices`; the count is 0 if it does not exist.
     """
-    found = [device for device in folder.glob("*") if _text(device / "vendor").strip() == NVIDIA]
-    return sum(_text(device / "class").startswith(_DISPLAY) for device in found)
+    found = [device for device in folder.glob("*") if text_of(device / "vendor").strip() == NVIDIA]
+    return sum(text_of(device / "class").startswith(_DISPLAY) for device in found)
 
 
 def container(root: Path, environ: Mapping[str, str]) -> str:
@@ -64,7 +63,7 @@ def container(root: Path, environ: Mapping[str, str]) -> str:
         return "docker"
     if (root / "run/.containerenv").exists():
         return "podman"
-    named = _text(root / "proc/1/cgroup") + _text(root / "run/systemd/container")
+    named = text_of(root / "proc/1/cgroup") + text_of(root / "run/systemd/container")
     if environ.get("APPTAINER_NAME") or environ.get("SINGULARITY_NAME"):
         return "apptainer"
     return next((name for name in _CONTAINERS if name in named), "")
@@ -79,7 +78,7 @@ def devices(folder: Path) -> dict:
 
 def kernel_driver(root: Path) -> str | None:
     """The version of the loaded NVIDIA kernel module; `None` if it is not loaded."""
-    match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", _text(root / "proc/driver/nvidia/version"))
+    match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", text_of(root / "proc/driver/nvidia/version"))
     return match[1] if match else None
 
 
@@ -91,7 +90,7 @@ def shared_memory(root: Path) -> dict:
         return {"error": f"/dev/shm: {error.strerror}"}
     total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     # Below another root it is a plain folder: use the size in the mount table.
-    size = _mounted_size(_text(root / "proc/mounts")) if str(root) != "/" else None
+    size = _mounted_size(text_of(root / "proc/mounts")) if str(root) != "/" else None
     return {"bytes": size or total, "free_bytes": min(free, size or free)}
 
 
@@ -141,12 +140,6 @@ def xids(log: str) -> list[dict]:
     found = [_XID.search(line) for line in log.splitlines()]
     lines = [{"gpu": each[1], "number": int(each[2]), "text": each[3][:200]} for each in found if each]
     return lines[-_MOST_LINES:]
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")
-    return ""
 
 
 QUESTIONS = {"machine": _machine, "xid": _xid}

@@ -33,7 +33,7 @@ class Kubernetes:
         memory: limit of each pod, which is killed above it.
         shared_memory: limit of `/dev/shm`, which NCCL and data workers use; counts against `memory`.
         grace_period_s: seconds between SIGTERM and SIGKILL, for saving a checkpoint.
-        scheduling_s: seconds by which pods may start apart, while a node is added or an image pulled; added to the
+        scheduling_s: how many seconds apart pods may start, while a node is added or an image pulled; added to the
             job's startup timeout.
         port: TCP port on which the workers communicate.
         user: numeric user of the container, and group of the volume.
@@ -90,11 +90,7 @@ class Kubernetes:
             # Without a unit it would be bytes, and `m` thousandths of a byte.
             if value is not None and not _BYTES.fullmatch(value):
                 raise InputError(f"`{name}` must have a unit, such as '16Gi' or '500M'. Received: {value!r}.")
-        for name, least, most in (
-            ("grace_period_s", 1, 86_400),
-            ("scheduling_s", 0, 86_400),
-            ("port", 1024, 65_535),
-            ("user", 1, 2**31 - 1),
-        ):
+        bounds = {"grace_period_s": (1, 86_400), "scheduling_s": (0, 86_400), "port": (1024, 65_535)}
+        for name, (least, most) in {**bounds, "user": (1, 2**31 - 1)}.items():
             value = whole_number(name, getattr(self, name), minimum=least, maximum=most)
             object.__setattr__(self, name, value)  # a plain int, which YAML can represent

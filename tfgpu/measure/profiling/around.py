@@ -96,7 +96,8 @@ def changes(function: Any) -> list[Change]:
         >>> changes(double)[0].argument, changes(double)[0].values, changes(double)[0].kind
         ('times', ('0', '1', '2'), 'python')
     """
-    graphs = [dict(_PARAMETER.findall(text)) for text in _signatures(function)]
+    signatures = function.pretty_printed_concrete_signatures().split("Input Parameters:")[1:]
+    graphs = [dict(_PARAMETER.findall(text)) for text in signatures]
     found = []
     for argument in dict.fromkeys(name for graph in graphs for name in graph):
         values = list(dict.fromkeys(graph[argument] for graph in graphs if argument in graph))
@@ -104,10 +105,6 @@ def changes(function: Any) -> list[Change]:
             shown = tuple(_short(value) for value in values[:_MOST])
             found.append(Change(function.__name__, len(graphs), argument, shown, _kind(values)))
     return found
-
-
-def _signatures(function: Any) -> list[str]:
-    return function.pretty_printed_concrete_signatures().split("Input Parameters:")[1:]
 
 
 def _short(value: str) -> str:
