@@ -161,25 +161,26 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:
     return InputError(f"Unknown {kind} {name!r}.{hint} Choices: {shown}{more}.")
 
 
-def required(package: str, message: str, kind: type[Exception] = InputError) -> ModuleType:
+def required(package: str, need: str, fix: str, kind: type[Exception] = InputError) -> ModuleType:
     """Imports an optional package.
 
     Args:
         package: its full name.
-        message: what needs it, and how to install it.
+        need: what needs it, without a full stop.
+        fix: how to install it.
         kind: of the error.
 
     Raises:
-        InputError, MachineError: it is not installed.
+        InputError, MachineError: it is not installed, or does not import beside the other installed packages.
 
     Example:
-        >>> required("json", "Settings need json.").dumps([1])
+        >>> required("json", "Settings need json", "Install Python.").dumps([1])
         '[1]'
     """
     try:
         return importlib.import_module(package)
-    except ImportError as error:
-        raise kind(message) from error
+    except Exception as error:  # a release for another NumPy or ml_dtypes: an AttributeError
+        raise kind(f"{need} ({' '.join(str(error).split())}). {fix}") from error
 
 
 def no_script(script: str) -> InputError:

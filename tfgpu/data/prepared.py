@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import tensorflow as tf
@@ -84,8 +85,8 @@ def shape_of(name: str, image_size: tuple[int, int] | None = None) -> tuple[tupl
         InputError: an unknown name.
     """
     try:
-        import tensorflow_datasets as tfds
-    except ImportError:
+        tfds = _tfds()
+    except MachineError:
         return None
     try:
         features = tfds.builder(name).info.features
@@ -103,8 +104,7 @@ def shape_of(name: str, image_size: tuple[int, int] | None = None) -> tuple[tupl
 
 
 def _builder(name: str):
-    message = "tfds: sources need tensorflow-datasets. Run: pip install tensorflow-datasets importlib_resources"
-    tfds = required("tensorflow_datasets", message, MachineError)
+    tfds = _tfds()
     try:
         builder = tfds.builder(name)
     except tfds.core.DatasetNotFoundError as error:
@@ -124,6 +124,15 @@ def _builder(name: str):
             f"tfds build {name} --file_format=tfrecord"
         )
     return builder
+
+
+def _tfds() -> ModuleType:
+    """The package. If an import fails inside it, it logs the error and is left without names."""
+    need, fix = "tfds: sources need tensorflow-datasets", "Run: pip install 'tfgpu[tfds]'"
+    tfds = required("tensorflow_datasets", need, fix, MachineError)
+    if not hasattr(tfds, "builder"):
+        raise MachineError(f"{need} (it is installed, but its own import failed: see its log). {fix}")
+    return tfds
 
 
 def _closest(name: str, choices: Iterable[str]) -> InputError:

@@ -93,7 +93,8 @@ def _whole(rows: Iterator, labels: dict[str, bool], name: str, reading: Reading)
 
 
 def _arrow():
-    return required("pyarrow", "CSV and Parquet sources need pyarrow. Run: pip install 'tfgpu[arrow]'", MachineError)
+    need, fix = "CSV and Parquet sources need pyarrow", "Run: pip install 'tfgpu[arrow]'"
+    return required("pyarrow", need, fix, MachineError)
 
 
 def label_column(path: Path, columns: list[str], asked: str | None) -> str:

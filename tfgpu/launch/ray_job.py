@@ -73,7 +73,7 @@ def ray_job(
     Example:
         history = tfgpu.launch.ray_job(train, workers=4, gpus_per_worker=1, max_restarts=3, on_progress=print)
     """
-    ray = required("ray", "`ray_job` needs Ray. Run: pip install 'tfgpu[ray]'")
+    ray = required("ray", "`ray_job` needs Ray", "Run: pip install 'tfgpu[ray]'")
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
     positive("cpus_per_worker", cpus_per_worker)

@@ -1,7 +1,7 @@
 """The export formats. Keras writes them; this module adds checks and missing operations."""
 
 import contextlib
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,16 @@ class Format:
     lacks: tuple[str, ...] = ()
 
     def check_installed(self, *, running: bool) -> None:
-        """Raises an `InputError` if a library is missing to write (and run) this format."""
-        wanted = (*self.needs, self.runs_with) if running else self.needs
-        if missing := [name for name in dict.fromkeys(wanted) if importlib.util.find_spec(name) is None]:
-            raise InputError(f"The format {self.name!r} needs {', '.join(missing)}. Run: {INSTALL}")
+        """Raises an `InputError` if a library to write (and run) this format is missing, or does not import here."""
+        reasons = {}
+        for name in (*self.needs, self.runs_with) if running else self.needs:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # onnx for a newer ml_dtypes: an AttributeError
+                reasons[name] = error
+        if reasons:
+            said = ", ".join(f"{name} ({error})" for name, error in reasons.items())
+            raise InputError(f"The format {self.name!r} needs {said}. Run: {INSTALL}")
 
 
 FORMATS = MappingProxyType(

@@ -28,7 +28,7 @@ def optuna() -> Any:
     Raises:
         InputError: it is not installed.
     """
-    return required("optuna", "A study needs Optuna. Run: pip install 'tfgpu[tune]'")
+    return required("optuna", "A study needs Optuna", "Run: pip install 'tfgpu[tune]'")
 
 
 class Journal:

@@ -145,7 +145,7 @@ class OnRay:
     """
 
     def __init__(self, slots: int, *, gpus: int):
-        ray = required("ray", "Trials on Ray need Ray. Run: pip install 'tfgpu[tune,ray]'")
+        ray = required("ray", "Trials on Ray need Ray", "Run: pip install 'tfgpu[tune,ray]'")
         self.slots, self._gpus, self._ray = slots, gpus, ray
         self._joined = not ray.is_initialized()
         if self._joined:

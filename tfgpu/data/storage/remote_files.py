@@ -260,11 +260,13 @@ class RemoteFile:
 
 def _open(url: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
-    fsspec = required("fsspec", _missing(protocol), MachineError)
+    need = f"{protocol}:// sources need fsspec and its part for them"
+    fix = f"Run: pip install 'tfgpu[{_EXTRAS.get(protocol, 'remote')}]'"
+    fsspec = required("fsspec", need, fix, MachineError)
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise MachineError(f"{_missing(protocol)} ({_line(error)})") from error
+        raise MachineError(f"{need} ({_line(error)}). {fix}") from error
     except ValueError as error:
         raise InputError(f"fsspec does not support {protocol}:// addresses: {_line(error)}. Check the URL.") from error
 
@@ -273,11 +275,6 @@ def _is_refusal(error: Exception) -> bool:
     """Whether a web server has refused the request, and would again."""
     status = getattr(error, "status", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in _PASSING
-
-
-def _missing(protocol: str) -> str:
-    extra = _EXTRAS.get(protocol, "remote")
-    return f"{protocol}:// sources need fsspec and its part for them. Run: pip install 'tfgpu[{extra}]'"
 
 
 def _line(error: BaseException) -> str:

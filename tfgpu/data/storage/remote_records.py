@@ -86,8 +86,7 @@ class RemoteIndex(Index):
     """
 
     def __init__(self, paths: list[RemoteFile], *, known=None):
-        message = "Remote shards need google-crc32c. Run: pip install 'tfgpu[remote]'"
-        self._crc, self._files = required("google_crc32c", message, MachineError).value, paths
+        self._crc, self._files = _crc32c(), paths
         super().__init__(paths, known=known)
         self._ends = self._ends_in_files()
 
@@ -149,3 +148,8 @@ def _content(framed: bytes, crc) -> bytes | None:
     if len(content) < length or sums != struct.pack("<II", masked(crc(framed[:8])), masked(crc(content))):
         return None
     return content
+
+
+def _crc32c():
+    need, fix = "Remote shards need google-crc32c", "Run: pip install 'tfgpu[remote]'"
+    return required("google_crc32c", need, fix, MachineError).value

@@ -77,6 +77,7 @@ def _packed(result) -> bytes:
 def _cloudpickle():
     return required(
         "cloudpickle",
-        "Functions are sent with cloudpickle, which is not installed. Run `pip install 'tfgpu[ray]'` or "
-        "`pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of a script.",
+        "Functions are sent with cloudpickle",
+        "Run `pip install 'tfgpu[ray]'` or `pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of "
+        "a script.",
     )

@@ -234,9 +234,9 @@ def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
 
 def pyarrow():
     """The module, which Spark also needs wherever Python receives Arrow data."""
-    message = "Spark's data needs pyarrow. Run on all machines: pip install 'tfgpu[spark]'"
-    required("pyarrow.ipc", message)
-    return required("pyarrow", message)
+    need, fix = "Spark's data needs pyarrow", "Run on all machines: pip install 'tfgpu[spark]'"
+    required("pyarrow.ipc", need, fix)
+    return required("pyarrow", need, fix)
 
 
 def planned(part: Columns, names: Sequence[str]):
