@@ -76,9 +76,17 @@ def test_an_array_that_must_not_be_written_is_copied():
 
 def test_the_way_out_shares_too():
     tensor = tf.constant([[1.0, 2.0], [3.0, 4.0]])
-    array = np.from_dlpack(tensor)
+    array = np.from_dlpack(to_dlpack(tensor))
     assert array.tolist() == [[1, 2], [3, 4]]
-    assert array.ctypes.data == np.from_dlpack(tensor).ctypes.data
+    assert array.ctypes.data == np.from_dlpack(to_dlpack(tensor)).ctypes.data
+
+
+def test_the_way_out_is_to_the_device_of_the_tensor_and_without_a_copy():
+    shared = to_dlpack(tf.constant([1.0]))
+    shared.__dlpack__(stream=1, max_version=(1, 0), dl_device=shared.__dlpack_device__(), copy=False)
+    for options in ({"dl_device": (2, 0)}, {"copy": True}):
+        with pytest.raises(BufferError, match="copy=True"):
+            shared.__dlpack__(**options)
 
 
 def test_a_gradient_passes_through_what_follows():
@@ -96,7 +104,7 @@ def test_jax_there_and_back():
     array = jax.numpy.arange(12, dtype="float32").reshape(3, 4)
     tensor = from_dlpack(array, copy=False)
     np.testing.assert_array_equal(tensor, np.asarray(array))
-    back = jax.dlpack.from_dlpack(tensor)
+    back = jax.dlpack.from_dlpack(to_dlpack(tensor))
     assert back.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
 
 
@@ -140,7 +148,7 @@ def test_the_way_out_takes_variables_and_copies_where_asked():
     assert np.from_dlpack(to_dlpack(own)).tolist() == [3]
     tensor = tf.constant([1.0, 2.0])
     same, copied = (np.from_dlpack(to_dlpack(tensor, copy=copy)).ctypes.data for copy in (False, True))
-    assert same == np.from_dlpack(tensor).ctypes.data != copied
+    assert same == np.from_dlpack(to_dlpack(tensor)).ctypes.data != copied
 
 
 def test_a_variable_that_changes_leaves_what_was_handed_out():

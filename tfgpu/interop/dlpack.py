@@ -85,21 +85,25 @@ class Shared:
     def __init__(self, tensor: tf.Tensor):
         self.tensor = tensor
 
-    def __dlpack__(self, *, stream: object = None, **options: object) -> object:
-        # PyTorch and CuPy name their stream for an array on a GPU, which TensorFlow's `__dlpack__` refuses.
-        return self.tensor.__dlpack__(**options)
+    def __dlpack__(
+        self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: bool | None = None
+    ) -> object:
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("TensorFlow shares a tensor where it is. Use `to_dlpack(tensor, copy=True)` for a copy.")
+        return tf.experimental.dlpack.to_dlpack(self.tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.tensor.__dlpack_device__()
+        device = tf.DeviceSpec.from_string(self.tensor.backing_device)
+        return (_CUDA if device.device_type == "GPU" else _CPU), device.device_index
 
 
 def to_dlpack(tensor: object, *, copy: bool = False) -> Shared:
     """Prepares a tensor for other libraries: `torch.from_dlpack(to_dlpack(tensor))`.
 
-    A tensor itself has `__dlpack__`, which refuses PyTorch and CuPy on a GPU, because they name their stream. This
-    function waits for the GPU instead. It also accepts variables, and rejects tensors that would abort the process
-    (strings: "Check failed: DataTypeCanUseMemcpy") or raise an unclear error (ragged tensors, tensors within a
-    `tf.function`).
+    Since TensorFlow 2.20 a tensor itself has `__dlpack__`, which refuses PyTorch and CuPy on a GPU, because they name
+    their stream. This function waits for the GPU instead. It also accepts variables, and rejects tensors that would
+    abort the process (strings: "Check failed: DataTypeCanUseMemcpy") or raise an unclear error (ragged tensors, tensors
+    within a `tf.function`).
 
     Both libraries share the memory, which is freed after its last use. PyTorch allows writes to it, which would change
     a constant or a variable of TensorFlow: make a copy if you write to it.
@@ -138,13 +142,14 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> Shared:
         tensor = tf.raw_ops.DeepCopy(x=tensor)
     if tf.DeviceSpec.from_string(tensor.device).device_type == "GPU":
         tf.test.experimental.sync_devices()
+    shared = Shared(tensor)
     try:
-        tensor.__dlpack__()
+        shared.__dlpack__()
     except tf.errors.InvalidArgumentError as error:
         raise InputError(
             f"This TensorFlow does not support {tensor.dtype.name} in DLPack. Cast it, or use tensor.numpy()."
         ) from error
-    return Shared(tensor)
+    return shared
 
 
 def _check_device(kind: int, index: int) -> str:
