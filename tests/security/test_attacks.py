@@ -1,6 +1,7 @@
 """Untrusted files that try to run code; each would leave a mark."""
 
 import base64
+import contextlib
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import safetensors.numpy
 
 from tfgpu import serving
 from tfgpu.checkpoint import manifest, storage
+from tfgpu.compat import versions
 from tfgpu.data import cache
 from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
@@ -254,7 +256,10 @@ def test_a_model_file_writes_nothing_beside_its_place(tmp_path, monkeypatch):
     with zipfile.ZipFile("slip.keras", "a") as file:
         for name in ("../mark", "../../mark", "assets/../../mark", str(tmp_path / "mark")):
             file.writestr(name, b"x")
-    serving.export("slip.keras", "out", format="litert", check=False)
+    with contextlib.ExitStack() as refused:
+        if versions.is_at_most("keras", "3.13"):  # which fails where it would warn that it skips a path
+            refused.enter_context(pytest.raises(InputError, match="cannot be loaded"))
+        serving.export("slip.keras", "out", format="litert", check=False)
     assert not [path for path in tmp_path.rglob("mark*")]
 
 
