@@ -83,7 +83,7 @@ def test_tensorflow_itself_names_what_it_cannot_load(broken, clean, facts, by_na
 
 
 def opened(environ: dict, **options) -> dict:
-    options = {"cuda_version": "12.5.1", "tensorflow": None} | options
+    options = {"cuda_version": "12.5.1", "cudnn_version": "9", "tensorflow": None} | options
     return asking.ask(MODULE, ["libraries"], environ=asking.with_tfgpu(environ), seconds=60, **options)["libraries"]
 
 
@@ -177,6 +177,26 @@ def test_a_cudnn_of_the_system_is_known_by_its_files_name(name, status, site, co
         assert "takes precedence over the wheel's" in check.found and check.command == f"unset LD_LIBRARY_PATH\n{RAISE}"
 
 
+@pytest.mark.parametrize(
+    ("built", "own", "status", "words"),
+    [
+        ("8", 8907, "ok", "TensorFlow requires nvidia-cudnn-cu12==8.9.7.29"),
+        ("8", 8905, "warning", "TensorFlow requires nvidia-cudnn-cu12==8.9.7.29"),
+        ("9", 90701, "ok", "TensorFlow was built for 9"),  # NVIDIA's own build, by PyPI's metadata
+    ],
+)
+def test_cudnn_of_a_tensorflow_that_asks_for_one_version(
+    built, own, status, words, site, compiled, clean, gpu_facts, by_name
+):
+    metadata = site / "tensorflow-2.21.0.dist-info/METADATA"
+    metadata.write_text(ASKED.replace("nvidia-cudnn-cu12<10.0,>=9.3.0.75", "nvidia-cudnn-cu12 ==8.9.7.29"))
+    folder = compiled(f"libcudnn.so.{built}", version("cudnnGetVersion", own))
+    found = opened(clean(LD_LIBRARY_PATH=str(folder)), tensorflow=str(site / "tensorflow"), cudnn_version=built)
+    gpu_facts["libraries"], gpu_facts["tensorflow"]["build"]["cudnn_version"] = found, built
+    check = by_name(gpu_facts)["cuDNN"]
+    assert check.status == status and words in check.found, check
+
+
 def test_run_time_and_nccl_older_than_tensorflows_package_asks_for(site, compiled, clean, gpu_facts, by_name):
     folder = lay(site, "nvidia_cuda_runtime_cu12", "12.4.127", "cuda_runtime")
     compiled("libcudart.so.12", version("cudaRuntimeGetVersion", 12040), folder)
@@ -197,7 +217,9 @@ def test_run_time_and_nccl_older_than_tensorflows_package_asks_for(site, compile
 def test_the_installed_tensorflow_says_what_it_asks_for():
     """The messages of the installed TensorFlow, to notice releases that change them."""
     asked = {each["package"]: each["versions"] for each in libraries.requirements(tf.sysconfig.get_lib())}
-    assert asked["nvidia-cudnn-cu12"].startswith(">=9.") and asked["nvidia-nccl-cu12"].startswith(">=2.")
+    built = tf.sysconfig.get_build_info()["cudnn_version"]
+    assert judging.fits(built, asked["nvidia-cudnn-cu12"]) and judging.fits("2", asked["nvidia-nccl-cu12"])
+    assert libraries.sonames("12.3", built)["cudnn"] == f"libcudnn.so.{built}"
     assert "numpy" not in asked and libraries.requirements(None) == libraries.requirements("/nowhere/tensorflow") == []
 
 

@@ -65,13 +65,13 @@ def runtime(facts: Mapping[str, dict]) -> Check | None:
 
 
 def cudnn(facts: Mapping[str, dict]) -> Check | None:
-    """cuDNN must have the version required by TensorFlow's package or, if unknown, the major version of the build."""
+    """cuDNN must have the version required by TensorFlow's package, or the major version of a build for another one."""
     found = facts["libraries"].get("cudnn", {})
     built = numbers(str(facts["tensorflow"].get("build", {}).get("cudnn_version", "")))
     if not version(found) or not facts["driver"].get("gpus"):
         return None
     text = f"{version(found)} ({found['path']})"
-    if not found.get("needs") and built:
+    if built and not (found.get("needs") and fits(str(built[0]), found["needs"]["versions"])):
         needs = {"package": "nvidia-cudnn-cu12", "versions": f">={built[0]},<{built[0] + 1}"}
         found = {**found, "needs": needs | {"words": f"TensorFlow was built for {built[0]}"}}
     # TensorFlow rejects a cuDNN of another major or an older minor version at its first use.
@@ -113,11 +113,15 @@ def version(library: Mapping) -> str:
 def fits(version: str, versions: str) -> bool:
     """Whether a version satisfies a requirement; a partial version, as far as it is known.
 
+    TensorFlow up to 2.19 requires one version of each wheel, for pip. Later ones of its major version work as well.
+
     Example:
         >>> fits("9.3.0", ">=9.3.0.75,<10"), fits("9.2.1", ">=9.3.0.75,<10"), fits("10.0.0", ">=9.3.0.75,<10")
         (True, False, False)
+        >>> fits("9.3", "==9.3.0.75"), fits("9.7.1", "==9.3.0.75"), fits("9.2.1", "==9.3.0.75")
+        (True, True, False)
     """
-    asked = SpecifierSet(versions)
+    asked = SpecifierSet(re.sub(r"==((\d+)[\d.]*)", lambda found: f">={found[1]},<{int(found[2]) + 1}", versions))
     return any(asked.contains(f"{version}{rest}", prereleases=True) for rest in ("", ".99999"))
 
 

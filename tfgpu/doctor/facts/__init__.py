@@ -42,8 +42,8 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         ]
         facts = tensorflow(environ)
         found = facts["tensorflow"]
-        cuda = {"cuda_version": found.get("build", {}).get("cuda_version"), "tensorflow": found.get("folder")}
-        facts |= _ask("libraries", ["libraries", "tools"], environ, QUICK_S, **cuda)
+        built = {name: found.get("build", {}).get(name) for name in ("cuda_version", "cudnn_version")}
+        facts |= _ask("libraries", ["libraries", "tools"], environ, QUICK_S, **built, tensorflow=found.get("folder"))
         for each in asked:
             facts |= each.result()
     return facts

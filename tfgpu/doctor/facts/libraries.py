@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from tfgpu.doctor.facts.software import TENSORFLOWS
 
-# The libraries that TensorFlow loads, by CUDA's major version.
+# The libraries that TensorFlow loads, by CUDA's major version. TensorFlow 2.17 was built for cuDNN 8.
 _SONAMES = {12: dict(cudart=12, cublas=12, cublasLt=12, cufft=11, cusolver=11, cusparse=12, cudnn=9, nccl=2)}
 _SONAMES[13] = _SONAMES[12] | dict(cudart=13, cublas=13, cublasLt=13, cufft=12, cusolver=12)
 # The function that returns a library's version, and whether it does so by a pointer.
@@ -26,15 +26,18 @@ _EXTRA = "and-cuda"
 _TOOL_S = 10
 
 
-def sonames(cuda_version: str | None) -> dict[str, str]:
-    """The library files that TensorFlow loads, for the CUDA version of its build.
+def sonames(cuda_version: str | None, cudnn_version: str | None = None) -> dict[str, str]:
+    """The library files that TensorFlow loads, for the CUDA and cuDNN versions of its build.
 
     Example:
-        >>> sonames("12.5.1")["cudnn"], sonames(None)["cufft"]
-        ('libcudnn.so.9', 'libcufft.so.11')
+        >>> sonames("12.5.1")["cudnn"], sonames("12.3", "8")["cudnn"], sonames(None)["cufft"]
+        ('libcudnn.so.9', 'libcudnn.so.8', 'libcufft.so.11')
     """
     major = int((cuda_version or "12").partition(".")[0])
-    return {name: f"lib{name}.so.{number}" for name, number in _SONAMES[13 if major >= 13 else 12].items()}
+    numbers = dict(_SONAMES[13 if major >= 13 else 12])
+    if cudnn_version:
+        numbers["cudnn"] = int(cudnn_version.partition(".")[0])
+    return {name: f"lib{name}.so.{number}" for name, number in numbers.items()}
 
 
 def spelled(name: str, number: int) -> str:
@@ -57,9 +60,9 @@ def wheel_folders(tensorflow: str | None) -> list[str]:
     return [str(path) for path in sorted(beside.glob("*/lib"))] if beside else []
 
 
-def _libraries(*, cuda_version: str | None, tensorflow: str | None, **_) -> dict:
+def _libraries(*, cuda_version: str | None, cudnn_version: str | None, tensorflow: str | None, **_) -> dict:
     folders, needs = wheel_folders(tensorflow), requirements(tensorflow)
-    found = {name: _opened(name, file, folders) for name, file in sonames(cuda_version).items()}
+    found = {name: _opened(name, file, folders) for name, file in sonames(cuda_version, cudnn_version).items()}
     for name, wheel in _WHEELS.items():
         found[name]["needs"] = next((each for each in needs if re.fullmatch(wheel, each["package"])), None)
         found[name]["wheel"] = _wheel(wheel, found[name].get("path"))
