@@ -8,6 +8,8 @@ import pytest
 import record
 import traced_rows
 
+from tfgpu.compat import versions
+
 SPREAD = tuple(traced_rows.SPREAD)
 FAST = [row for row in traced_rows.TABLE if row.fast]
 ADVICE = "If the change is meant, run `python tests/gpu_emulation/record.py` and commit table.json."
@@ -17,8 +19,10 @@ ADVICE = "If the change is meant, run `python tests/gpu_emulation/record.py` and
     "row", [pytest.param(row, marks=[pytest.mark.slow] * str(row).endswith("rest")) for row in FAST], ids=str
 )
 def test_a_step_does_what_the_table_says(row):
-    found = json.loads(json.dumps(traced_rows.measure(row)))
-    changed = record.difference(str(row), record.read().get(str(row)), found)
+    found, recorded = json.loads(json.dumps(traced_rows.measure(row))), record.read().get(str(row), {})
+    if versions.is_at_most("tensorflow", "2.17"):  # whose gradient of `tf.gather` takes shapes to the host
+        assert found.pop("to host, other bytes") >= recorded.pop("to host, other bytes", 0)
+    changed = record.difference(str(row), recorded, found)
     assert not changed, f"{ADVICE}\n{changed}"
 
 
