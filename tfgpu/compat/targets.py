@@ -25,6 +25,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "KerasFunction": ("keras.src.ops.function:Function",),
     "GeneratorDataAdapter": ("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter",),
     "GroupedQueryAttention": ("keras.src.layers.attention.grouped_query_attention:GroupedQueryAttention",),
+    "HashedCrossing": ("keras.src.layers.preprocessing.hashed_crossing:HashedCrossing",),
     "Layer": ("keras.src.layers.layer:Layer",),
     "LossFunctionWrapper": ("keras.src.losses.losses:LossFunctionWrapper",),
     "Loss": ("keras.src.losses.loss:Loss",),
@@ -87,7 +88,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "collective_ops": ("tensorflow.python.ops.collective_ops",),
     "cond_module": ("tensorflow.python.ops.cond",),
     "custom_gradient": ("tensorflow.python.ops.custom_gradient",),
+    "gen_array_ops": ("tensorflow.python.ops.gen_array_ops",),
     "gen_math_ops": ("tensorflow.python.ops.gen_math_ops",),
+    "gen_nn_ops": ("tensorflow.python.ops.gen_nn_ops",),
     "mirrored_strategy": ("tensorflow.python.distribute.mirrored_strategy",),
     "random_seed": ("tensorflow.python.framework.random_seed",),
 }

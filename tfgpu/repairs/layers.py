@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, replica_attributes, replication, step_context
+from tfgpu.core import batch_sharding, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.state import layer_state, rnn_states
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -27,15 +27,46 @@ def create_variables_outside_replicas() -> None:
 def compute_on_stand_in_rows() -> None:
     """In a hand-written loop, pools and convolves a stand-in row if a replica has no rows, and drops the result.
 
-    A batch with fewer rows than replicas leaves some replicas without rows. TensorFlow's CTC loss fails there too.
+    A batch with fewer rows than replicas leaves some replicas without rows. TensorFlow's mirrored padding (in `stft`
+    too) and CTC fail there, and so does Keras's HashedCrossing.
     """
-    for name in ("max_pool", "average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "conv_transpose"):
+    for name in ("max_pool", "max_pool3d"):
+        wrap(f"gen_nn_ops.{name}")(_on_rows)
+    for name in ("average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "separable_conv", "conv_transpose"):
+        wrap(f"nn.{name}")(_on_rows)
 
-        @wrap(f"nn.{name}")
-        def call(stock, inputs, *args, **kwargs):
-            if _has_rows(inputs):
-                return stock(inputs, *args, **kwargs)
-            return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
+    @wrap("gen_array_ops.mirror_pad")
+    def mirror_pad(stock, input, paddings, *args, **kwargs):
+        if not _may_lack_rows():
+            return stock(input, paddings, *args, **kwargs)
+        tensor, widths = tf.convert_to_tensor(input), tf.get_static_value(tf.convert_to_tensor(paddings))
+        if widths is None or widths[:1].any():  # it pads the first axis, which is not one of rows
+            return stock(input, paddings, *args, **kwargs)
+        return _on_rows(stock, tensor, paddings, *args, **kwargs)
+
+    @wrap("HashedCrossing.call")
+    def cross(stock, self, inputs):
+        if not _may_lack_rows():
+            return stock(self, inputs)
+        values = [tf.convert_to_tensor(each) for each in inputs]
+        if not values[0].shape.rank or values[0].shape[0]:
+            return stock(self, inputs)
+        found = stock(self, [batch_sharding.with_stand_in_row(each) for each in values])
+        return worker_rows.sliced(found, 0, tf.shape(values[0])[0])  # it may be sparse
+
+    _compute_ctc()
+    _take_empty_tensors()
+
+
+def _compute_ctc() -> None:
+    @wrap("nn.ctc_decode")
+    def ctc_decode(stock, inputs, sequence_lengths, *args, **kwargs):
+        values = [tf.convert_to_tensor(each) for each in (inputs, sequence_lengths)]
+        if _has_rows(values[0]):
+            return stock(*values, *args, **kwargs)
+        paths, scores = stock(*map(batch_sharding.with_stand_in_row, values), *args, **kwargs)
+        rows = tf.shape(values[0])[0]
+        return paths[:, :rows], scores[:rows]
 
     @wrap("nn.ctc_loss")
     def ctc_loss(stock, target, output, target_length, output_length, *args, **kwargs):
@@ -45,6 +76,8 @@ def compute_on_stand_in_rows() -> None:
         found = stock(*map(batch_sharding.with_stand_in_row, inputs), *args, **kwargs)
         return found[: tf.shape(inputs[0])[0]]
 
+
+def _take_empty_tensors() -> None:
     for name in ("max", "min"):
 
         @wrap(f"numpy.{name}")
@@ -66,9 +99,23 @@ def compute_on_stand_in_rows() -> None:
         return stock(*both)[:0]
 
 
+def _on_rows(stock, inputs, *args, **kwargs):
+    if not _may_lack_rows():
+        return stock(inputs, *args, **kwargs)
+    inputs = tf.convert_to_tensor(inputs)  # it may be an array
+    if not inputs.shape.rank or inputs.shape[0]:
+        return stock(inputs, *args, **kwargs)
+    return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
+
+
 def _has_rows(inputs: tf.Tensor) -> bool:
-    """Whether a replica has rows for sure: the number is known, or it is in a step, which has a stand-in row."""
-    return replication.replica_context() is None or step_context.step() is not None or bool(inputs.shape[0])
+    """Whether a replica has rows for sure."""
+    return not _may_lack_rows() or bool(inputs.shape[0])
+
+
+def _may_lack_rows() -> bool:
+    """Whether this is a replica outside of a step, which has a stand-in row."""
+    return replication.replica_context() is not None and step_context.step() is None
 
 
 def attributes_are_shared() -> bool:
@@ -166,7 +213,7 @@ REPAIRS = (
     ),
     Repair(
         name="no-rows",
-        fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D and CTC",
+        fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D, padding, CTC",
         issue="",
         probe=empty_batch_fails,
         apply=compute_on_stand_in_rows,
