@@ -12,6 +12,7 @@ from keras import ops
 import tfgpu
 from tfgpu.core.row_mixing import scalar_updates, verdicts
 from tfgpu.core.row_mixing.scalar_updates import AS_IT_IS, MEAN, PART, UNKNOWN, Scalar
+from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -247,6 +248,18 @@ def test_nothing_is_said_of_rounding_in_16_bits(policy, caplog):
         loop.run()
     functions = [piece.verdict for piece in verdicts.of(loop.strategy) if piece.name.startswith("function")]
     assert functions == [verdicts.BY_ROWS] and "strategy.run" not in caplog.text
+
+
+def test_a_model_is_as_narrow_as_its_layers():
+    """A model in float16 whose last layer gives float32, as Keras advises."""
+    recorder = Recorder(1.0, 0, 4)
+
+    def model():
+        recorder.noting_outputs(lambda: tf.zeros((4, 2), tf.float16))
+        return tf.zeros((4, 3))
+
+    recorder.noting_outputs(model)
+    assert recorder.is_narrow and recorder.bytes_a_row == 3 * 4
 
 
 def scalars(*values, weights=None, is_sum=False):

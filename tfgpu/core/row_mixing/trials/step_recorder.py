@@ -121,16 +121,15 @@ class Recorder:
 
     def noting_outputs(self, call: Callable) -> object:
         """Calls a layer; of one that the step itself calls, the outputs would travel if the step saw all rows."""
-        if self._is_in_layer:
-            return call()
-        self._is_in_layer = True
+        is_within, self._is_in_layer = self._is_in_layer, True
         try:
             outputs = call()
         finally:
-            self._is_in_layer = False
-        for leaf in keras.tree.flatten(outputs):
-            self.is_narrow |= tf.is_tensor(leaf) and leaf.dtype in (tf.float16, tf.bfloat16)
-            size = leaf.shape.num_elements() * leaf.dtype.size if tf.is_tensor(leaf) and leaf.shape.rank else 0
+            self._is_in_layer = is_within
+        tensors = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)]
+        self.is_narrow |= any(leaf.dtype in (tf.float16, tf.bfloat16) for leaf in tensors)
+        for leaf in () if is_within else tensors:
+            size = leaf.shape.num_elements() * leaf.dtype.size if leaf.shape.rank else 0
             self.bytes_a_row += size // (self.stop - self.start)
         return outputs
 
