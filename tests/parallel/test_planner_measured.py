@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
+from tfgpu.compat import versions
 from tfgpu.errors import InputError
 from tfgpu.parallel import Layout, Mesh, apply, memory_by_device, plan, predict
 from tfgpu.parallel.planning import footprint, traced
@@ -189,7 +190,9 @@ def test_sizes_say_what_the_graph_says(policy, dropout):
     ours, theirs = sizes.workload(policy), traced.workload(model)
     indices = 4 * 24  # of positions: with the repairs, embeddings keep them as int64
     kept = sum(b.kept_split + b.kept_whole for b in ours.blocks), sum(b.kept_whole for b in theirs.blocks)
-    assert kept[0] <= kept[1] <= kept[0] + indices
+    # TensorFlow 2.17 keeps one tensor more for the gradient of each GELU.
+    gelu = 2 * 24 * 128 * 4 if versions.is_at_most("tensorflow", "2.17") else 0
+    assert kept[0] <= kept[1] <= kept[0] + indices + gelu
     assert sum(b.split + b.whole for b in ours.blocks) == sum(b.split + b.whole for b in theirs.blocks)
     assert ours.outputs == theirs.outputs
     assert ours.flops <= theirs.flops <= 1.2 * ours.flops  # the graph has normalizations and such besides

@@ -17,8 +17,8 @@ def held(variable: keras.Variable) -> tf.Variable | None:
     `variable.value` may be a cast copy of it, and can never be assigned.
 
     Example:
-        >>> held(keras.Variable(1.0)).numpy()
-        np.float32(1.0)
+        >>> float(held(keras.Variable(1.0)))
+        1.0
     """
     return variable._value
 

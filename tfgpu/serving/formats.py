@@ -79,7 +79,7 @@ def write(model: keras.Model, form: Format, path: Path, signature: Any = None) -
             "the weights (`other.set_weights(model.get_weights())`), and export that model."
         )
     options = {} if signature is None else {"input_signature": signature}
-    with _complementary_error_function() if form.name == "onnx" else contextlib.nullcontext():
+    with _without_messages(), _complementary_error_function() if form.name == "onnx" else contextlib.nullcontext():
         try:
             model.export(str(path), format=form.keras_name, verbose=False, **options)
         except Exception as error:
@@ -113,6 +113,18 @@ def _check_operations(path: Path) -> None:
     except onnx.checker.ValidationError as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"ONNX lacks an operation of the model: {reason} Try `savedmodel` or `litert`.") from None
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """Logs what Keras would print; its 3.13 prints for LiteRT in spite of `verbose=False`."""
+    prints = keras.config.is_interactive_logging_enabled()
+    keras.config.disable_interactive_logging()
+    try:
+        yield
+    finally:
+        if prints:
+            keras.config.enable_interactive_logging()
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ class ArraySlices:
     Example:
         >>> numbers = np.arange(6).reshape(2, 3)
         >>> lazy = ArraySlices(numbers.shape, numbers.dtype, lambda index: numbers[index])
-        >>> lazy[1:].tolist(), np.asarray(lazy).sum(), lazy.transposed([1, 0])[2:].tolist()
-        ([[3, 4, 5]], np.int64(15), [[2, 5]])
+        >>> lazy[1:].tolist(), int(np.asarray(lazy).sum()), lazy.transposed([1, 0])[2:].tolist()
+        ([[3, 4, 5]], 15, [[2, 5]])
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype, read: Callable[[tuple[slice, ...]], np.ndarray]):
