@@ -4,6 +4,7 @@ What a change touches comes first, all of it up to a quarter of an hour; a share
 of commits picks. The same commit always gets the same choice.
 
     python .ci/turns.py share 5       # K/5: which fifth of something
+    python .ci/turns.py share 4 5     # K/4: which quarter, where a fifth is chosen; each fifth gets all quarters
     python .ci/turns.py matrix        # K/N: which part of the matrix
     python .ci/turns.py parts         # the long checks of this run, one a line
     python .ci/turns.py slow 300 PATH # slow tests there that take about 300 CPU seconds in all, one a line
@@ -173,9 +174,15 @@ def pick(
     return chosen
 
 
-def share(parts: int, turn: float) -> str:
-    """`K/N`, the form that `tests/matrix/run.py --share` takes."""
-    return f"{int(turn * parts) + 1}/{parts}"
+def share(parts: int, turn: float, within: int = 1) -> str:
+    """`K/N`, the form that `tests/matrix/run.py --share` takes.
+
+    Args:
+        parts: N.
+        turn: `position()`.
+        within: into how many parts `turn` is divided already. Each of them gets all of these.
+    """
+    return f"{int(turn * within % 1 * parts) + 1}/{parts}"
 
 
 def parts(paths: Sequence[str], turn: float) -> list[str]:
@@ -230,6 +237,8 @@ def main(words: list[str]) -> None:
     match words:
         case ["share", count]:
             print(share(int(count), position(commits())))
+        case ["share", count, within]:
+            print(share(int(count), position(commits()), int(within)))
         case ["matrix"]:
             touched = any(path.startswith(EQUALITY) for path in changed())
             print(share(8 if touched else 24, position(commits())))

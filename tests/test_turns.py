@@ -90,6 +90,13 @@ def test_a_share_is_one_of_so_many():
     assert {turns.share(4, turns.position(commits)) for commits in range(20)} == {"1/4", "2/4", "3/4", "4/4"}
 
 
+def test_every_version_is_tried_with_every_share_of_the_tests_when_its_turn_comes():
+    due = [turn for turn in map(turns.position, range(1000)) if turns.parts([], turn) == ["versions"]]
+    assert len({(turns.share(5, turn, 5), turns.share(4, turn, 25)) for turn in due}) == 5 * 4
+    script = (turns.ROOT / ".ci" / "run").read_text()
+    assert len(turns.PARTS) == 5 and "turns.py share 5 5)" in script and "turns.py share 4 25)" in script
+
+
 def test_measured_costs_are_kept_by_function():
     lines = [json.dumps({"test": f"a.py::test_it[{number}]", "slow": True, "cpu_s": number}) for number in (1, 2)]
     fast = json.dumps({"test": "a.py::test_fast", "slow": False, "cpu_s": 1})

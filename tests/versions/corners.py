@@ -86,6 +86,11 @@ def build(corner: Corner, python: str) -> None:
     record.write_text(json.dumps(wanted))
 
 
+def add_pytest(corner: Corner) -> None:
+    """Installs what the fast tests of `run.TESTED` need."""
+    _run([corner.interpreter, *PIP, "install", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"])
+
+
 def changed_by_pip(corner: Corner) -> list[str]:
     """Which of TensorFlow, Keras and NumPy `pip install tfgpu` would change in this environment."""
     command = [corner.interpreter, *PIP, "install", "--dry-run", "--ignore-requires-python", "--report", "-", ROOT]

@@ -2,10 +2,12 @@
 
     python tests/versions/run.py                              # every corner; prints what it found
     python tests/versions/run.py --corners colab --check      # one; ends with 1 where something is not right
+    python tests/versions/run.py --corners colab --tests 3/4  # and there, a quarter of the fast tests
     python tests/versions/run.py --write docs/measured/versions.md     # the page; corners not tried here stay
 
 Each corner has an environment of its own under `build/versions/`, made on first use. There: `import`, what `pip
-install tfgpu` would change, every probe (a process each, with a timeout), and a slice of the equivalence matrix.
+install tfgpu` would change, every probe (a process each, with a timeout), a slice of the equivalence matrix, and with
+`--tests` a share of the fast tests.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from corners import CORNERS, FOLDER, ROOT, Corner, build, changed_by_pip, find_python
+from corners import CORNERS, FOLDER, ROOT, Corner, add_pytest, build, changed_by_pip, find_python
 
 # By what differs between versions: the loss and its divisors, layers, optimizers, data, files, XLA.
 CASES = """
@@ -28,6 +30,11 @@ RUNS = {"fit": ("mirrored-4", CASES), "sharded": ("mirrored-2", ["weight-regular
 """Which cases are run by which path, and on what."""
 BY_PROCESSOR = {"no-rows"}
 """Repairs of faults that only some processors have."""
+TESTED = """
+    attention callbacks checkpoint compat consistency core doctor gpu_emulation interop layers losses models optim
+    parallel parameter_server repairs training
+""".split()
+"""Folders whose tests depend on TensorFlow's and Keras's versions, and need no other library."""
 
 
 def ask(corner: Corner, *command: object, timeout: float) -> str:
@@ -40,7 +47,7 @@ def ask(corner: Corner, *command: object, timeout: float) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def attempt(corner: Corner, python: str, cases: list[str] | None) -> dict:
+def attempt(corner: Corner, python: str, cases: list[str] | None, tested: tuple[int, int] | None) -> dict:
     """What a corner gives; what fails is under `error`, and what comes after it is missing."""
     found: dict = {}
     try:
@@ -49,6 +56,8 @@ def attempt(corner: Corner, python: str, cases: list[str] | None) -> dict:
         found["pip changes"] = changed_by_pip(corner)
         found["probes"] = json.loads(ask(corner, "-m", "tfgpu.repairs.probing", timeout=1200))
         found["cells"] = matrix(corner, cases)
+        if tested:
+            fast_tests(corner, *tested)
     except (RuntimeError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
         found["error"] = str(error)
     return found
@@ -72,6 +81,20 @@ def matrix(corner: Corner, cases: list[str] | None) -> dict[str, str]:
             said = " ".join(filter(None, (cell["status"], cell["message"])))
             found[name if path == "fit" else f"{name} ({path})"] = said
     return found
+
+
+def fast_tests(corner: Corner, part: int, parts: int) -> None:
+    """Runs every `parts`-th file of fast tests, from the `part`-th on; those that fail once more, by themselves."""
+    add_pytest(corner)
+    paths = sorted(path for folder in TESTED for path in (ROOT / "tests" / folder).rglob("test_*.py"))
+    command = [corner.interpreter, "-m", "pytest", "-q", "-rfE", "-o", f"cache_dir={corner.folder / 'cache'}"]
+    again = ["--last-failed", "--last-failed-no-failures", "none"]
+    for options in (["-n", "2", "--dist", "worksteal", *paths[part - 1 :: parts]], ["-n", "0", *again]):
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=1500)
+        if done.returncode != 1:
+            break
+    if done.returncode not in (0, 5):  # 5: there is none
+        raise RuntimeError(f"{done.stdout}{done.stderr}".strip()[-4000:])
 
 
 def faults(found: dict) -> list[str]:
@@ -138,6 +161,7 @@ def main() -> None:
         "--share", type=share, default=(1, 1), metavar="K/N", help="every N-th corner, from the K-th on"
     )
     parser.add_argument("--cases", nargs="*", help="of the matrix, by `fit` alone")
+    parser.add_argument("--tests", type=share, metavar="K/N", help="every N-th file of fast tests, from the K-th on")
     parser.add_argument("--check", action="store_true", help="end with 1 where something is not right")
     parser.add_argument("--write", type=Path, help="the page to write")
     options = parser.parse_args()
@@ -149,7 +173,7 @@ def main() -> None:
             wrong = wrong or corner.wanted
             print(f"{corner.title}: not tried, since there is no Python {corner.python} here.", flush=True)
             continue
-        found = attempt(corner, python, options.cases)
+        found = attempt(corner, python, options.cases, options.tests)
         corner.folder.mkdir(parents=True, exist_ok=True)
         (corner.folder / "result.json").write_text(json.dumps(found, indent=1))
         print(f"{row(corner, found)} {time.monotonic() - began:.0f} s", flush=True)

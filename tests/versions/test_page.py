@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,30 @@ def test_tfgpu_brings_what_a_corner_does_not_choose(run):
     needed = corners.requirements()
     assert any(each.startswith("psutil") for each in needed)
     assert not any(each.startswith(("tensorflow", "keras", "numpy")) for each in needed)
+
+
+FAILS = "def test_it(): assert False, 'by itself too'"
+FAILS_ONCE = """
+from pathlib import Path
+def test_it():
+    again = Path("mark").exists()
+    Path("mark").touch()
+    assert again
+"""
+
+
+def test_the_fast_tests_fail_where_one_fails_twice(run, monkeypatch, tmp_path):
+    """In a tree of its own."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "TESTED", ["core"])
+    monkeypatch.setattr(run, "add_pytest", lambda corner: None)
+    corner = SimpleNamespace(interpreter=sys.executable, folder=tmp_path / "corner")
+    (tmp_path / "tests" / "core").mkdir(parents=True)
+    for name, text in {"a": FAILS_ONCE, "b": FAILS}.items():
+        (tmp_path / "tests" / "core" / f"test_{name}.py").write_text(text)
+    with pytest.raises(RuntimeError, match="(?s)by itself too.*1 failed, 1 passed"):
+        run.fast_tests(corner, 1, 1)
+
+
+def test_folders_of_the_fast_tests_are_there(run):
+    assert [name for name in run.TESTED if not any((run.ROOT / "tests" / name).rglob("test_*.py"))] == []
