@@ -1,4 +1,4 @@
-"""Trains by the recipe `finetune-text`, and saves the preset: `learn.py SETTINGS FOLDER`, also on several workers."""
+"""Trains by `finetune-text`, and saves the preset: `learn.py SETTINGS.json FOLDER`, also on several workers."""
 
 import json
 import sys
@@ -26,4 +26,4 @@ def learn(settings: dict, folder: Path) -> tuple[int, list[float]]:
 
 
 if __name__ == "__main__":
-    print(learn(json.loads(sys.argv[1]), Path(sys.argv[2])))
+    print(json.dumps(learn(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))))

@@ -1,5 +1,6 @@
 """`finetune-text` with flash attention and a loss by chunks: three steps in a layout learn what one device learns."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -68,14 +69,34 @@ def arrays(preset):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_three_steps_learn_what_one_device_learns(name, way, one, folder, tmp_path):
-    given, path = settings(folder, way, LAYOUTS[name]), tmp_path / "preset"
-    expected, losses = one(way)
-    assert learn.learn(given, path) == (3, pytest.approx(losses, abs=1e-5))
-    before, there, here = (arrays(each) for each in (Path(given["preset"]), path, expected))
+def check(there, losses, one, before):
+    """What was learned is what one device learned, and not what there was before."""
+    expected, expected_losses = one
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    before, there, here = (arrays(each) for each in (before, there, expected))
     assert there.keys() == here.keys()
     for at, value in here.items():
         np.testing.assert_allclose(there[at].astype("float64"), value, atol=1e-5, err_msg=at)
     assert any(not np.array_equal(before[at], value) for at, value in here.items() if at in before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_three_steps_learn_what_one_device_learns(name, way, one, folder, tmp_path):
+    given, path = settings(folder, way, LAYOUTS[name]), tmp_path / "preset"
+    updates, losses = learn.learn(given, path)
+    assert updates == 3
+    check(path, losses, one(way), Path(given["preset"]))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["mirrored", "zero3"])
+def test_two_workers_learn_what_one_device_learns(name, way, one, folder, together, tmp_path):
+    given, path = settings(folder, way, {"layout": name, "virtual_devices": 1}), tmp_path / "preset"
+    (tmp_path / "settings.json").write_text(json.dumps(given))
+    said = together(Path(learn.__file__).read_text(), {"worker": 2}, tmp_path / "settings.json", path)
+    assert said["worker0"] == said["worker1"]
+    updates, losses = said["worker0"]
+    assert updates == 3
+    check(path, losses, one(way), Path(given["preset"]))
