@@ -213,3 +213,12 @@ def test_a_hand_written_loop():
 
     alone = run(tfgpu.strategy("one_device", "CPU:0"))
     assert not differing(run(tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"])), alone)
+
+
+def test_adam_squares_each_slice_before_it_adds_those_of_a_row():
+    # Keras on JAX squares their sum: `python -m benchmarks.beside_jax`.
+    table, optimizer = keras.Variable(np.zeros((2, 2))), keras.optimizers.Adam(beta_2=0.0)
+    optimizer.build([table])
+    optimizer.apply([tf.IndexedSlices([[1.0, 2.0], [3.0, 4.0]], [1, 1], [2, 2])], [table])
+    found = next(each for each in optimizer.variables if "velocity" in each.path)
+    np.testing.assert_allclose(found, [[0, 0], [1 + 9, 4 + 16]])
