@@ -80,6 +80,28 @@ def test_texts_are_padded_to_the_longest_of_the_batch():
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+class Lengths(keras.layers.Layer):
+    """The mean length of a text's words, where missing words count as empty ones."""
+
+    def call(self, texts):
+        words = tf.sparse.to_dense(tf.strings.split(texts).to_sparse(), default_value="")
+        return tf.reduce_mean(tf.cast(tf.strings.length(words), tf.float32), 1, keepdims=True)
+
+    def compute_output_shape(self, shape):
+        return (*shape, 1)
+
+
+def test_sparse_words_are_padded_to_the_longest_of_the_batch():
+    def found(strategy):
+        with strategy.scope():
+            texts = keras.Input((), dtype="string")
+            model = keras.Model(texts, tfgpu.by_rows(Lengths())(texts))
+        return model.predict_on_batch(tf.constant(TEXTS[:5]))
+
+    two = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    np.testing.assert_array_equal(found(two), found(tf.distribute.get_strategy()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("eagerly", [False, True])

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def pad_to_longest_row() -> None:
-    """Makes `RaggedTensor.to_tensor` pad to the longest row of all replicas.
+    """Makes `RaggedTensor.to_tensor` and `to_sparse` pad to the longest row of all replicas.
 
     Keras's `TextVectorization` and layers that get ragged rows use it. Padding changes what has no mask: means over
     positions, convolutions, attention.
@@ -22,8 +22,7 @@ def pad_to_longest_row() -> None:
     @wrap("tf.RaggedTensor.to_tensor")
     def to_tensor(stock, self, default_value=None, name=None, shape=None):
         static = tf.TensorShape(None) if tf.is_tensor(shape) else tf.TensorShape(shape)
-        is_own = gathering.may_meet() and not step_context.current().is_trying
-        if not is_own or tf.is_tensor(shape) or self.shape.rank is None or static[1:].is_fully_defined():
+        if not _is_own(self) or tf.is_tensor(shape) or static[1:].is_fully_defined():
             return stock(self, default_value, name, shape)
         if not gathering.can_meet():
             _tell_apart()
@@ -35,6 +34,22 @@ def pad_to_longest_row() -> None:
         found = stock(self, default_value, name, tf.stack([tf.cast(each, self.row_splits.dtype) for each in wanted]))
         known = [inner if given is None else given for given, inner in zip(static, self.shape, strict=True)]
         return tf.ensure_shape(found, known)
+
+    @wrap("tf.RaggedTensor.to_sparse")
+    def to_sparse(stock, self, name=None):
+        found = stock(self, name)
+        if not _is_own(self):
+            return found
+        if not gathering.can_meet():
+            _tell_apart()
+            return found
+        shape = tf.concat([found.dense_shape[:1], tf.cast(_longest(self), tf.int64)], 0)
+        return tf.SparseTensor(found.indices, found.values, shape)
+
+
+def _is_own(rows: tf.RaggedTensor) -> bool:
+    """Whether these are a replica's rows of a batch."""
+    return gathering.may_meet() and not step_context.current().is_trying and rows.shape.rank is not None
 
 
 def _longest(rows: tf.RaggedTensor) -> tf.Tensor:
@@ -50,5 +65,5 @@ def _tell_apart() -> None:
         told.add("ragged rows")
         _log.warning(
             "Ragged rows become dense in a condition, a loop or a tf.function, where replicas cannot communicate: each "
-            "replica pads to its own longest row. Call `to_tensor` outside, or give it a `shape`."
+            "replica pads to its own longest row. Do that outside, or call `to_tensor` with a `shape`."
         )
