@@ -8,15 +8,15 @@ and divided by their mean: so other work on the machine counts on both sides. Th
 quartiles. The comparison of replicas that precedes a save (`check_replicas`) is measured by itself. glibc gives freed
 arrays back at once here, so that growth is what is in use.
 
-`--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the starts after
-which the newest checkpoint could not be read. `--keras` measures the growth of one process's memory while it saves a
-`.keras` file, beside stock Keras, over the file's bytes.
+`--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the kills that left a
+half-written checkpoint aside, and those after which the newest checkpoint could not be read. `--keras` measures the
+growth of one process's memory while it saves a `.keras` file, beside stock Keras, over the file's bytes.
 """
 
 import json
+import multiprocessing
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -143,9 +143,11 @@ def worker(folder: Path, stage: int, width: int, saves: int) -> None:
     print(json.dumps({**found, "load": growth.bytes, "bytes": own[0].stat().st_size}))
 
 
-@app.command(hidden=True)
-def victim(folder: Path, width: int) -> None:
+def victim(task: str, folder: str, width: int, errors: str) -> None:
     """A worker to kill: it saves after each step and resumes from the newest checkpoint."""
+    os.environ["TF_CONFIG"] = task
+    with open(errors, "a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     import numpy as np
 
     import tfgpu
@@ -153,7 +155,6 @@ def victim(folder: Path, width: int) -> None:
 
     strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])
     model, x = build(strategy, 2, width), np.ones((8, width), "float32")
-    print("ready", flush=True)
     model.fit(x, x[:, :1], 8, epochs=ENDLESS, verbose=0, callbacks=[Checkpoint(folder, best=None, every_steps=1)])
 
 
@@ -263,24 +264,32 @@ def measure(name: str, width: int, saves: int) -> None:
 def kill(count: int, width: int) -> None:
     from tfgpu.checkpoint import storage
 
-    chance, lost, kept = random.Random(0), 0, []
-    with tempfile.TemporaryDirectory() as folder:
+    chance, lost, begun, kept = random.Random(0), 0, 0, []
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    server = multiprocessing.get_context("forkserver")  # imports once, for all workers
+    server.set_forkserver_preload(["tensorflow", "keras", "tfgpu.strategies", "tfgpu.callbacks", "tfgpu.parallel"])
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as errors:
         for at in range(count):
-            processes = start(2, "victim", folder, width)
+            before, addresses = newest_name(folder), children.free_addresses(2)
+            tasks = ({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}} for rank in (0, 1))
+            given = [(json.dumps(task), folder, width, errors.name) for task in tasks]
+            processes = [server.Process(target=victim, args=each) for each in given]
             try:
                 for process in processes:
-                    process.stdout.readline()
-                before = newest_name(folder)
+                    process.start()
                 until = time.monotonic() + TIMEOUT_S
                 while newest_name(folder) == before:  # it has saved once
-                    if time.monotonic() > until or any(process.poll() is not None for process in processes):
-                        raise RuntimeError("\n".join(process.communicate()[1][-2000:] for process in processes))
+                    if time.monotonic() > until or any(process.exitcode is not None for process in processes):
+                        raise RuntimeError(errors.read()[-4000:])
                     time.sleep(0.002)
                 time.sleep(chance.uniform(0, 0.5))
-                processes[chance.randrange(2)].send_signal(signal.SIGKILL)
+                processes[chance.randrange(2)].kill()
                 time.sleep(chance.uniform(0, 0.2))
             finally:
-                end(processes)
+                for process in processes:
+                    process.kill()
+                    process.join()
+            begun += any(path.suffix != ".gone" for path in Path(folder).glob(".epoch-*"))
             newest = storage.found(folder)[0]
             try:
                 kept.append(storage.read(newest).position.epoch)
@@ -289,7 +298,8 @@ def kill(count: int, width: int) -> None:
                 lost += 1
                 print(f"kill {at + 1}: {newest.name} is damaged: {error}", flush=True)
     assert kept == sorted(kept), kept  # each start went on from the one before
-    print(f"{count} kills, the newest checkpoint damaged after {lost}; {kept[-1]} epochs of one step done")
+    print("| kills | in the middle of a write | newest checkpoint damaged | steps done |\n|---|---|---|---|")
+    print(f"| {count} | {begun} | {lost} | {kept[-1]} |")
 
 
 def newest_name(folder: str) -> str:
