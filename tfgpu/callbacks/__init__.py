@@ -12,5 +12,17 @@ from tfgpu.callbacks.tasks import Tasks
 from tfgpu.callbacks.tracking import Track
 from tfgpu.checkpoint.callback import Checkpoint
 
-__all__ = ["Checkpoint", "EvaluateAverages", "EventsFile", "Memory", "MetricsFile", "Monitor", "Progress"]
-__all__ += ["Report", "SkipNaN", "StopOnNaN", "Tasks", "Track"]
+__all__ = [
+    "Checkpoint",
+    "EvaluateAverages",
+    "EventsFile",
+    "Memory",
+    "MetricsFile",
+    "Monitor",
+    "Progress",
+    "Report",
+    "SkipNaN",
+    "StopOnNaN",
+    "Tasks",
+    "Track",
+]

@@ -20,8 +20,21 @@ from tfgpu import atomic
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.core.state.parts import Stored
 
-_DTYPES = {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (64, 32, 16)}
-_DTYPES |= {"I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64"}
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
 _NAMES = {np.dtype(name): code for code, name in _DTYPES.items()}
 _STRETCH = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
 _ALIGNMENT = 8

@@ -25,8 +25,18 @@ from tfgpu.errors import InputError
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["Check", "advise", "batch_norm", "examine", "gather", "judge", "script", "stops_training"]
-__all__ += ["tensor_cores", "to_json"]
+__all__ = [
+    "Check",
+    "advise",
+    "batch_norm",
+    "examine",
+    "gather",
+    "judge",
+    "script",
+    "stops_training",
+    "tensor_cores",
+    "to_json",
+]
 
 
 def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | str | None" = None) -> list[Check]:

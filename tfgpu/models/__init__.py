@@ -27,8 +27,18 @@ from tfgpu.models.resnet import resnet
 from tfgpu.models.transformer import transformer
 from tfgpu.models.vit import vit
 
-__all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "defaults_of", "mlp"]
-__all__ += ["resnet", "transformer", "vit"]
+__all__ = [
+    "BUILDERS",
+    "Recompute",
+    "applications",
+    "build",
+    "cnn",
+    "defaults_of",
+    "mlp",
+    "resnet",
+    "transformer",
+    "vit",
+]
 
 BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, transformer, vit)})
 

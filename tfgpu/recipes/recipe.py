@@ -18,8 +18,19 @@ from tfgpu.recipes.pretrained import setting as _field
 from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
 from tfgpu.recipes.trust import refuse_code
 
-__all__ = ["FACTS", "INPUT", "OWN_SETTINGS", "Recipe", "check", "choices", "load", "make"]
-__all__ += ["parse_value", "read", "read_facts"]
+__all__ = [
+    "FACTS",
+    "INPUT",
+    "OWN_SETTINGS",
+    "Recipe",
+    "check",
+    "choices",
+    "load",
+    "make",
+    "parse_value",
+    "read",
+    "read_facts",
+]
 
 INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # affect speed, not results
 STYLE = ("initializer", "normalization", "dropout")  # a builder's arguments that are settings of a recipe
