@@ -1,11 +1,14 @@
 """Chat templates: how messages become one text, and which parts of it are learned. Imports no TensorFlow."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import StrictUndefined, TemplateError
+import jinja2
+from jinja2 import StrictUndefined, TemplateError, Undefined, ext, nodes
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tfgpu.errors import InputError, unknown
@@ -31,6 +34,25 @@ LLAMA3 = (
 NAMED = {"plain": PLAIN, "chatml": CHATML, "gemma": GEMMA, "llama3": LLAMA3}
 _MARKS = {"chatml": "<|im_start|>", "gemma": "<start_of_turn>", "llama3": "<|start_header_id|>"}
 """A token of its own in the vocabularies of models that were trained with the template."""
+START, END = "\ufdd0", "\ufdd1"
+"""The start and the end token in a template's text: characters that Unicode keeps out of texts."""
+
+
+class _Absent(Undefined):
+    """What a template may ask for and test, as Hugging Face's do with `message.tool_calls`, but not write."""
+
+    __slots__ = ()
+    __str__ = StrictUndefined.__str__
+
+
+class _Generation(ext.Extension):
+    """`{% generation %}`, with which some templates mark what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,8 @@ class Template:
     def segments(self, record: Record, where: str) -> list[tuple[str, bool]]:
         """A record as pieces of text, and whether each is learned: texts, and what the assistant says.
 
+        `START` and `END` stand for tokens within a piece.
+
         Args:
             record: of `conversations.read`.
             where: its file and line, for errors.
@@ -67,37 +91,61 @@ class Template:
         if record.is_pair and self.name == "plain":
             (_, prompt), (_, response) = record.messages
             return [(f"{prompt}\n", False), (response, True)]
-        found, done = [], ""
+        whole = self._rendered(record.messages, False, where)
+        found, done = [], 0
         for at, (role, _) in enumerate(record.messages):
             if role != "assistant":
                 continue
-            before = self._rendered(record.messages[:at], True, where)
-            whole = self._rendered(record.messages[: at + 1], False, where)
-            if not whole.startswith(before) or not before.startswith(done):
-                raise InputError(
-                    f"{where}: the template {self.name} does not put the answer after the prompt, so the tokens to "
-                    "learn cannot be told from the prompt's. Use --template chatml, or plain."
-                )
-            found += [(before[len(done) :], False), (whole[len(before) :], True)]
-            done = whole
+            begin, end = self._answer(record.messages, at, whole, where)
+            if begin < done:
+                raise self._unordered(where)
+            found += [(whole[done:begin], False), (whole[begin:end], True)]
+            done = end
         return found
 
+    def _answer(self, messages: tuple[tuple[str, str], ...], at: int, whole: str, where: str) -> tuple[int, int]:
+        """Where an answer begins and ends in the text of the whole conversation."""
+        asked = self._rendered(messages[:at], True, where)
+        answered = self._rendered(messages[: at + 1], False, where)
+        if not answered.startswith(asked) or not whole.startswith(asked):
+            raise self._unordered(where)
+        if whole.startswith(answered):
+            return len(asked), len(answered)
+        # Qwen3's template leaves what was thought out of earlier answers.
+        content = messages[at][1].strip()
+        kept = content + answered[len(asked) :].rpartition(content)[2]
+        begin = whole.find(kept, len(asked))
+        if begin < 0:
+            raise self._unordered(where)
+        return len(asked), begin + len(kept)
+
+    def _unordered(self, where: str) -> InputError:
+        return InputError(
+            f"{where}: the template {self.name} does not put the answer after the prompt, so the tokens to learn "
+            "cannot be told from the prompt's. Use --template chatml, or plain."
+        )
+
     def _rendered(self, messages: tuple[tuple[str, str], ...], is_asking: bool, where: str) -> str:
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        listed = [{"role": role, "content": content} for role, content in messages]
+        try:
+            text = self._compiled.render(messages=listed, add_generation_prompt=is_asking)
+        except Exception as error:  # a template raises whatever its expressions raise
+            raise InputError(
+                f"{where}: the template {self.name} refuses the messages: {error}. Use --template chatml, or plain."
+            ) from None
+        return text.removeprefix(START).removeprefix(self.start)
+
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            undefined=_Absent, trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
+        )
 
         def refuse(reason: str) -> None:
             raise TemplateError(reason)
 
-        given = {"bos_token": "", "eos_token": "", "raise_exception": refuse, "tools": None}
-        listed = [{"role": role, "content": content} for role, content in messages]
-        try:
-            made = environment.from_string(self.source)
-            text = made.render(messages=listed, add_generation_prompt=is_asking, **given)
-        except TemplateError as error:
-            raise InputError(
-                f"{where}: the template {self.name} refuses the messages: {error}. Use --template chatml, or plain."
-            ) from None
-        return text.removeprefix(self.start) if self.start else text
+        given = {"bos_token": START, "eos_token": END, "raise_exception": refuse, "tools": None}
+        return environment.from_string(self.source, globals=given)
 
 
 def choose(name: str, folder: Path, has_token: Callable[[str], bool], start: str = "") -> Template:

@@ -1,5 +1,6 @@
 """From records to tokens and targets; what is not learned has the target -100."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ import numpy as np
 from tfgpu.data.text.sequences import IGNORED
 from tfgpu.errors import InputError
 from tfgpu.finetuning.conversations import Record, is_jsonl
-from tfgpu.finetuning.templates import Template
+from tfgpu.finetuning.templates import END, START, Template
 
+_MARKS = re.compile(f"([{START}{END}])")
 _TURN_ENDS = ("<|eot_id|>", "<end_of_turn>", "<|im_end|>")
 
 
@@ -96,12 +98,16 @@ def encode(
     Raises:
         InputError: a record has more tokens than `length`, or nothing to learn; the message names the line.
     """
-    segments = [template.segments(record, f"{path}, line {record.line}") for record in records]
-    texts = [text for parts in segments for text, _ in parts]
-    tokens = iter(tokenizer.encode(texts))
-    found = []
+    segments = [_cut(template.segments(record, f"{path}, line {record.line}")) for record in records]
+    texts = [text for parts in segments for text, _ in parts if not _MARKS.match(text)]
+    found, encoded = [], iter(tokenizer.encode(texts))
+    marks = {START: tokenizer.start, END: tokenizer.end}
     for record, parts in zip(records, segments, strict=True):
-        ids, learned = _joined([(next(tokens), is_learned) for _, is_learned in parts], tokenizer)
+        known = []
+        for text, is_learned in parts:
+            tokens = [marks[text]] if text in marks else next(encoded)
+            known.append(([token for token in tokens if token is not None], is_learned))
+        ids, learned = _joined(known, tokenizer)
         if not is_jsonl(path):
             return _pieces(ids, length, path)
         if len(ids) - 1 > length:
@@ -115,12 +121,19 @@ def encode(
     return found
 
 
+def _cut(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Pieces of text, of which `START` and `END` are pieces of their own."""
+    return [(piece, is_learned) for text, is_learned in parts for piece in _MARKS.split(text) if piece]
+
+
 def _joined(parts: list[tuple[list[int], bool]], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    edges = [([token], is_end) for token, is_end in ((tokenizer.start, False), (tokenizer.end, True))]
-    before, after = ([edge] if edge[0][0] is not None else [] for edge in edges)
-    joined = [*before, *parts, *after]
-    ids = np.array([token for tokens, _ in joined for token in tokens], np.int32)
-    return ids, np.array([is_learned for tokens, is_learned in joined for _ in tokens], bool)
+    ids = [token for tokens, _ in parts for token in tokens]
+    learned = [is_learned for tokens, is_learned in parts for _ in tokens]
+    if tokenizer.end is not None and ids[-1:] != [tokenizer.end]:  # some templates write it
+        ids, learned = [*ids, tokenizer.end], [*learned, True]
+    if tokenizer.start is not None:
+        ids, learned = [tokenizer.start, *ids], [False, *learned]
+    return np.array(ids, np.int32), np.array(learned, bool)
 
 
 def _example(ids: np.ndarray, learned: np.ndarray, line: int) -> Example:
