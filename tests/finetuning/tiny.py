@@ -9,12 +9,15 @@ import keras
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 
 
+MERGES = ["q q"]  # tensorflow-text, where it is installed, takes no tokenizer without merges
+
+
 def alphabet() -> dict[str, int]:
-    """A byte-level vocabulary without merges: each byte is a token, in the letters that GPT-2 writes bytes with."""
+    """A byte-level vocabulary: each byte and `MERGES` are tokens, in the letters that GPT-2 writes bytes with."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     letters = [chr(byte) for byte in printed] + [chr(256 + at) for at in range(len(others))]
-    return {letter: at for at, letter in enumerate([*SPECIAL, *letters])}
+    return {letter: at for at, letter in enumerate([*SPECIAL, *letters, "qq"])}
 
 
 def llama3(folder: Path, *, layers: int = 2, width: int = 16) -> Path:
@@ -25,7 +28,7 @@ def llama3(folder: Path, *, layers: int = 2, width: int = 16) -> Path:
     backbone = models.Llama3Backbone(
         len(vocabulary), layers, 2, width, 2 * width, num_key_value_heads=1, layer_norm_epsilon=1e-5
     )
-    tokenizer = models.Llama3Tokenizer(vocabulary, [])
+    tokenizer = models.Llama3Tokenizer(vocabulary, MERGES)
     task = models.Llama3CausalLM(backbone, models.Llama3CausalLMPreprocessor(tokenizer, sequence_length=64))
     task.save_to_preset(str(folder))
     return folder
