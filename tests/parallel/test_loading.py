@@ -60,6 +60,8 @@ def files(tmp_path_factory):
     model.get_layer("norm").moving_mean.assign(np.arange(7.0))
     model.save(folder / "m.keras")
     model.save_weights(folder / "m.weights.h5")
+    model.save_weights(folder / "parts.weights.json", max_shard_size=500 / 2**30)
+    assert len(list(folder.glob("parts_*.weights.h5"))) > 2
     with zipfile.ZipFile(folder / "m.keras") as stored, zipfile.ZipFile(folder / "packed.keras", "w", 8) as packed:
         for name in stored.namelist():
             packed.writestr(name, stored.read(name))
@@ -74,7 +76,9 @@ def files(tmp_path_factory):
     return folder, model
 
 
-@pytest.mark.parametrize("file", ["m.safetensors", "many", "m.keras", "packed.keras", "m.weights.h5"])
+@pytest.mark.parametrize(
+    "file", ["m.safetensors", "many", "m.keras", "packed.keras", "m.weights.h5", "parts.weights.json"]
+)
 @pytest.mark.sample("m.safetensors")
 def test_every_layout_gets_the_weights_of_every_file(files, file):
     folder, model = files

@@ -1,5 +1,6 @@
 """How Keras writes a model: parts of its savers that have no public function."""
 
+import contextlib
 import io
 import zipfile
 import zlib
@@ -165,31 +166,30 @@ class _StreamedStore(saving_lib.H5IOStore):
             super().__setitem__(key, value)
 
 
-def load_state(model: keras.Model, file: BinaryIO, slices_of: Callable[[h5py.Dataset], object]) -> None:
-    """Gives a model's layers what an HDF5 file of Keras's format holds for them, one by one, as `load_weights` does.
+def load_state(model: keras.Model, files: Sequence[BinaryIO], slices_of: Callable[[h5py.Dataset], object]) -> None:
+    """Gives a model's layers what HDF5 files of Keras's format hold for them, one by one, as `load_weights` does.
 
     Args:
         model: built.
-        file: the HDF5 file, open for reading.
-        slices_of: what layers get in place of an array of the file.
+        files: the HDF5 file, or those over which the weights of one model were saved, open for reading.
+        slices_of: what layers get in place of an array of a file.
 
     Raises:
-        ValueError: the file is of another model.
-        OSError: it is not HDF5.
+        ValueError: the files are of another model.
+        OSError: one is not HDF5.
     """
-    store, failed, messages = _SlicedStore(file, slices_of), set(), {}
-    try:
+    failed, messages = set(), {}
+    with contextlib.ExitStack() as stack:
+        parts = [stack.enter_context(contextlib.closing(_SlicedStore(file, slices_of))) for file in files]
         saving_lib._load_state(
             model,
-            weights_store=store,
+            weights_store=parts[0] if len(parts) == 1 else _SlicedStores(parts),
             assets_store=None,
             inner_path="",
             visited_saveables={id(getattr(model, "optimizer", None))},
             failed_saveables=failed,
             error_msgs=messages,
         )
-    finally:
-        store.close()
     if failed:
         raise ValueError("; ".join(f"{saveable.name}: {error}" for saveable, error in list(messages.values())[:5]))
 
@@ -210,3 +210,33 @@ class _SlicedStore(saving_lib.H5IOStore):
         if found.external or found.is_virtual:
             raise ValueError(f"the array {key!r} lies in another file")
         return self._slices_of(found)
+
+
+class _SlicedStores(saving_lib.H5IOStore):
+    """Several stores as one: of a layer, each may have some variables."""
+
+    def __init__(self, parts: Sequence[_SlicedStore]):
+        self._parts = parts  # the constructor would open a file
+
+    def __bool__(self):
+        return True
+
+    def get(self, path):
+        for part in self._parts:
+            part.get(path)
+        return self
+
+    def has_path(self, path):
+        return any(path in part.h5_file for part in self._parts)
+
+    def keys(self):
+        return [key for part in self._parts for key in part.keys()]
+
+    def __len__(self):
+        return len(self.keys())
+
+    def __contains__(self, key):
+        return any(key in part for part in self._parts)
+
+    def __getitem__(self, key):
+        return next((part for part in self._parts if key in part), self._parts[0])[key]

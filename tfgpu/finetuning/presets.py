@@ -36,7 +36,10 @@ class Preset:
     @property
     def weights(self) -> Path:
         """What `parallel.load_weights` reads."""
-        return self.folder / _WEIGHTS if self.is_kerashub else self.folder
+        if not self.is_kerashub:
+            return self.folder
+        one = self.folder / _WEIGHTS
+        return one if one.is_file() else self.folder / _MANY_WEIGHTS
 
 
 def find(folder: str | Path) -> Preset:
@@ -76,12 +79,7 @@ def _check_files(folder: Path, is_kerashub: bool) -> None:
         raise InputError(f"{folder} has no tokenizer ({', '.join(_TOKENIZERS[:3])}). Copy it from the same model.")
     if not is_kerashub and not any(folder.glob("*.safetensors")):
         raise InputError(f"{folder} has no *.safetensors file. Copy the model's weights there.")
-    if is_kerashub and (folder / _MANY_WEIGHTS).is_file():
-        raise InputError(
-            f"{folder} has its weights in several files ({_MANY_WEIGHTS}), which are not read here. Save it with "
-            "save_to_preset(folder, max_shard_size=None)."
-        )
-    if is_kerashub and not (folder / _WEIGHTS).is_file():
+    if is_kerashub and not any((folder / name).is_file() for name in (_WEIGHTS, _MANY_WEIGHTS)):
         raise InputError(f"{folder} has no {_WEIGHTS}. Save the preset again, with its weights.")
 
 

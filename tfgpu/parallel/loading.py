@@ -52,8 +52,8 @@ def load_weights(
     Args:
         model: built; spread by `place`, `pipeline`, `tensor`, `apply` or `shard` before, replicated, or on one device.
         path: a `.safetensors` file, an index of several (`*.safetensors.index.json`), a folder with either, such as a
-            snapshot of Hugging Face's hub; or a `.keras` or `.weights.h5` file of the same model, of which only the
-            weights are taken. For a model of
+            snapshot of Hugging Face's hub; or a `.keras`, `.weights.h5` or `.weights.json` (several of the former,
+            saved with `max_shard_size`) file of the same model, of which only the weights are taken. For a model of
             KerasHub and a folder with the `config.json` of one that KerasHub converts, its converter says what goes
             where.
         names: for safetensors: what the file calls each variable, by the variable's path (`{"dense/kernel":
@@ -67,8 +67,8 @@ def load_weights(
 
     Raises:
         InputError: the file cannot be read, or something does not match: variables that the file does not have, arrays
-            that the model does not have, other shapes. Then nothing has been assigned, except from a `.keras` or
-            `.weights.h5` file.
+            that the model does not have, other shapes. Then nothing has been assigned, except from Keras's own
+            files.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy
@@ -83,7 +83,7 @@ def load_weights(
         raise InputError(f"There is no {path}. Give a .safetensors, .keras or .weights.h5 file, an index, or a folder.")
     if not model.built:
         raise InputError(f"{model.name!r} is not built, so it has no variables yet. Call it on an example first.")
-    if path.name.endswith((".keras", ".weights.h5")):
+    if path.name.endswith((".keras", ".weights.h5", weight_files.SHARDED)):
         if names is not None or partial:
             raise InputError("`names` and `partial` are for safetensors: a file of Keras goes by layers. Remove them.")
         _load_keras(model, path)
@@ -99,9 +99,9 @@ def load_weights(
 
 
 def _load_keras(model: keras.Model, path: Path) -> None:
-    with weight_files.hdf5_in(path) as file:
+    with weight_files.hdf5_in(path) as files:
         try:
-            saving.load_state(model, file, weight_files.slices_of)
+            saving.load_state(model, files, weight_files.slices_of)
         except ValueError as error:
             raise InputError(
                 f"{path} does not match {model.name!r}: {error}. Build the model that was saved there."

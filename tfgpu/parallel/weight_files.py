@@ -20,6 +20,8 @@ from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
 
 INDEX = ".safetensors.index.json"
+SHARDED = ".weights.json"
+"""How the name of the index ends that Keras saves with `max_shard_size`."""
 _IN_KERAS = "model.weights.h5"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
 _DTYPES |= {
@@ -44,14 +46,20 @@ def safetensors_in(path: Path) -> list[Path]:
         return safetensors_in(_one_in(path))
     if not path.name.endswith(INDEX):
         return [path]
+    return _listed_in(path, "safetensors files")
+
+
+def _listed_in(index: Path, what: str) -> list[Path]:
+    """The files beside an index that its `weight_map` names."""
     try:
-        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        files = [path.parent / name for name in names if Path(name).name == name]
+        found = json.loads(index.read_text())["weight_map"].values()
+        names = sorted({name for each in found for name in ([each] if isinstance(each, str) else each)})
+        files = [index.parent / name for name in names if Path(name).name == name]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not an index of safetensors files: {error}. Copy it again.") from error
+        raise InputError(f"{index} is not an index of {what}: {error}. Copy it again.") from error
     absent = [file.name for file in files if not file.is_file()]
     if absent or not files or len(files) < len(names):
-        raise InputError(f"{path} lists files that are not beside it: {', '.join(absent or names)}. Copy them there.")
+        raise InputError(f"{index} lists files that are not beside it: {', '.join(absent or names)}. Copy them there.")
     return files
 
 
@@ -132,18 +140,19 @@ class _Safetensors:
 
 
 @contextlib.contextmanager
-def hdf5_in(path: Path) -> Iterator[BinaryIO]:
-    """Opens the HDF5 file of a `.keras` or `.weights.h5` file.
+def hdf5_in(path: Path) -> Iterator[list[BinaryIO]]:
+    """Opens the HDF5 file of a `.keras` or `.weights.h5` file, or those that a `.weights.json` lists.
 
     In a `.keras` file as Keras writes it, the bytes lie as they are; a compressed one is unpacked to a temporary file.
 
     Raises:
-        InputError: the file is not there or damaged.
+        InputError: a file is not there or damaged.
     """
+    paths = _listed_in(path, "files of weights") if path.name.endswith(SHARDED) else [path]
     try:
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(path, "rb"))
-            yield file if path.suffix == ".h5" else _in_archive(file, stack)
+            files = [stack.enter_context(open(each, "rb")) for each in paths]
+            yield [_in_archive(file, stack) for file in files] if path.suffix == ".keras" else files
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise InputError(f"{path} cannot be read: {error}. Give a file that Keras has saved.") from error
 
