@@ -1,6 +1,7 @@
 import re
 from html.parser import HTMLParser
 
+from tfgpu.recipes.facts import where
 from tfgpu.recipes.report import Report, best_epoch, render
 
 ROWS = [
@@ -117,6 +118,22 @@ def test_best_epoch():
     assert best_epoch(ROWS) == 2
     assert best_epoch([{"val_loss": 2.0}, {"val_loss": 1.0}, {"val_loss": 1.5}]) == 2
     assert best_epoch([{"loss": 2.0}]) is None
+
+
+def test_the_best_epoch_of_a_language_model_has_the_lowest_perplexity():
+    rows = [
+        {"val_accuracy": accuracy, "val_loss": 5.0, "val_perplexity": perplexity, "accuracy": 0.1, "loss": 1.0}
+        for accuracy, perplexity in ((0.3, 9.0), (0.2, 8.0))
+    ]
+    assert best_epoch(rows) == 2
+    assert "best: epoch 2" in "".join(Tags(page(rows=rows)).text)
+
+
+def test_the_layout_of_a_pretrained_model_is_named_beside_its_devices():
+    facts = {"strategy": "mirrored", "replicas": 2, "devices": ["CPU:0", "CPU:1"], "device_names": ["a CPU"]}
+    assert where(facts) == "mirrored × 2 on CPU:0, CPU:1 (a CPU)"
+    assert where(facts | {"pretrained": {"layout": "zero3"}}) == "zero3, mirrored × 2 on CPU:0, CPU:1 (a CPU)"
+    assert where(facts | {"pretrained": {"layout": "mirrored"}}) == where(facts)
 
 
 def test_a_large_confusion_matrix_is_left_out():

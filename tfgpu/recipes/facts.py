@@ -88,7 +88,7 @@ def _headline_of_text(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
     return [
         f"{title(recipe)}: {counts} sequences, {rows} of {own['length']:,} tokens ({own['filled']:.0%} filled), "
         f"template {own['template']}",
-        f"{own['layout']}, {where(facts)}, {facts['precision']}, trains {trained}, seed {recipe.seed}",
+        f"{where(facts)}, {facts['precision']}, trains {trained}, seed {recipe.seed}",
     ]
 
 
@@ -197,8 +197,7 @@ def _cards(
         ("step time", f"{step_s * 1e3:.1f} ms", f"{recipe.global_batch / step_s:,.0f} examples/s" if step_s else ""),
     ]
     if best and "val_perplexity" in rows[best - 1]:
-        lowest = min(range(len(rows)), key=lambda at: rows[at]["val_perplexity"])
-        cards.insert(0, ("best validation perplexity", f"{rows[lowest]['val_perplexity']:.2f}", f"epoch {lowest + 1}"))
+        cards.insert(0, ("best validation perplexity", f"{rows[best - 1]['val_perplexity']:.2f}", f"epoch {best}"))
     elif best and "val_accuracy" in rows[best - 1]:
         cards.insert(0, ("best validation accuracy", f"{rows[best - 1]['val_accuracy']:.1%}", f"epoch {best}"))
     elif best:
@@ -268,7 +267,9 @@ def _processor() -> str:
 def where(facts: Mapping[str, Any]) -> str:
     """Describes a run's devices, from its facts."""
     several = f" × {facts['replicas']}" if facts["replicas"] > 1 else ""
-    return f"{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
+    layout = facts.get("pretrained", {}).get("layout")
+    spread = "" if layout in (None, "one", "mirrored") else f"{layout}, "
+    return f"{spread}{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
 
 
 def _text(value: Any) -> str:

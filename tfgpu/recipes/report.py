@@ -87,8 +87,8 @@ def render(report: Report) -> str:
 
 
 def best_epoch(rows: Sequence[Mapping[str, float]]) -> int | None:
-    """Returns the epoch (from 1) with the highest validation accuracy, or else the lowest validation loss."""
-    for name, sign in (("val_accuracy", -1), ("val_loss", 1)):
+    """Returns the epoch (from 1) of the best validation: the lowest perplexity, highest accuracy, or lowest loss."""
+    for name, sign in (("val_perplexity", 1), ("val_accuracy", -1), ("val_loss", 1)):
         values = [(sign * row[name], number) for number, row in enumerate(rows, start=1) if name in row]
         if values:
             return min(values)[1]
