@@ -198,6 +198,7 @@ def test_help_and_version_are_there(tmp_path):
         (["train", "--epoch", "3"], "--epochs"),
         (["train", "--epochs"], "requires an argument"),
         (["train", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),
+        (["train", "finetune-text", "--lora", "0"], "error: `lora` should be greater than or equal to 1"),
         (["train", "--strategy", "mirored"], "Did you mean 'mirrored'?"),
         (["train", "--data", "digts"], "Did you mean 'digits'?"),
         (["train", "--augment", "flp"], "Did you mean 'flip'?"),

@@ -131,7 +131,12 @@ def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -
     """The recipe of a command's RECIPE and flags."""
     settings, flags = {} if name is None else ready.read(name), given(flags)
     refuse_code(settings, str(name), allow=allow_code, given=flags)
-    return recipes.make({**settings, **flags}, source=None if name is None else str(ready.path(name)))
+    return recipes.make({**settings, **flags}, source=file_of(name))
+
+
+def file_of(name: str | None) -> str | None:
+    """The user's file that a command's RECIPE names; what is wrong with a ready recipe comes from flags."""
+    return None if name is None or name in ready.names() else str(ready.path(name))
 
 
 def in_flags(message: str, parameters: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AllowCode, Debug, RecipeName, given, option, with_settings
+from tfgpu.cli.flags import AllowCode, Debug, RecipeName, file_of, given, option, with_settings
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
@@ -63,7 +63,7 @@ def train(
     if listing:
         _list()
         return
-    source, settings = (None, {}) if name is None else (str(ready.path(name)), ready.read(name))
+    source, settings = file_of(name), {} if name is None else ready.read(name)
     flags = given(flags)
     refuse_code(settings, str(source), allow=allow_code, given=flags)
     settings = {**settings, **flags}
