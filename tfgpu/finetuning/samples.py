@@ -58,7 +58,8 @@ def write(
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    return [token for token in tokens if token not in {tokenizer.start, *tokenizer.stops()}]
+    left_out = {tokenizer.start, *tokenizer.stops()}  # asked once: it reads the whole vocabulary
+    return [token for token in tokens if token not in left_out]
 
 
 def _continued(
