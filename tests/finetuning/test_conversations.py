@@ -27,6 +27,12 @@ def test_the_three_forms_are_read_with_their_lines(tmp_path):
     assert (talk.line, [role for role, _ in talk.messages]) == (4, ["system", "user", "assistant"])
 
 
+def test_what_says_nothing_to_the_model_is_left_out(tmp_path):
+    chat = {"id": 7, "source": "a book", "messages": [ASKED, {**ANSWERED, "tool_calls": None, "name": ""}], "tools": []}
+    (record,) = conversations.read(written(tmp_path, chat))
+    assert record.messages == (("user", "2 + 2?"), ("assistant", "4"))
+
+
 def test_another_file_is_one_plain_text(tmp_path):
     (record,) = conversations.read(written(tmp_path, "Once", "upon", name="book.txt"))
     assert record == conversations.Record(1, "Once\nupon")
@@ -43,6 +49,10 @@ WRONG = {
     "no content": ({"messages": [{"role": "user"}]}, "line 2, message 1 needs a 'content'"),
     "unanswered": ({"messages": [ANSWERED, ASKED]}, "line 2: the last message must be the assistant's"),
     "no messages": ({"messages": []}, "Received: no messages"),
+    "a call": ({"messages": [ASKED, {**ANSWERED, "tool_calls": [{}]}]}, "line 2, message 2 has 'tool_calls', which no"),
+    "a weight": ({"messages": [ASKED, {**ANSWERED, "weight": 0}]}, "line 2, message 2 has 'weight'"),
+    "tools": ({"messages": [ASKED, ANSWERED], "tools": [{"name": "add"}]}, "line 2 has 'tools', which no"),
+    "system": ({"system": "Be short.", "prompt": "2 + 2?", "response": "4"}, "line 2 has 'system'"),
     "messages of text": ({"messages": ["Hello"]}, "line 2: `messages` must be a list of objects"),
 }
 

@@ -10,7 +10,7 @@ Any other file is one plain text.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from tfgpu.errors import InputError
 
 ROLES = ("system", "user", "assistant")
 _JSONL = (".jsonl", ".ndjson")
+_TOLD = ("system", "tools", "functions")
+"""What some formats tell a model beside its messages; other keys of a line, such as a number or a source, do not."""
 _FORMS = '{"text": ...}, {"prompt": ..., "response": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -91,6 +93,7 @@ def _record(line: str, where: str, number: int) -> Record:
         raise InputError(f"{where} is not JSON: {error}. Write one object per line, such as {_FORMS}.") from None
     if not isinstance(found, Mapping):
         raise InputError(f"{where} is not a JSON object. Received: {type(found).__name__}. Write {_FORMS}.")
+    _check_known(found, found.keys() - _TOLD, where)
     if "messages" in found:
         return Record(number, messages=_messages(found["messages"], where))
     if "prompt" in found or "response" in found:
@@ -109,6 +112,16 @@ def _filled(found: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
+def _check_known(found: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuses what a model would be told or taught, but is neither here."""
+    others = [name for name, value in found.items() if name not in known and value not in (None, "", [], {})]
+    if others:
+        raise InputError(
+            f"{where} has {', '.join(map(repr, others))}, which no form of a record has. Write it into a message's "
+            "content, or remove it."
+        )
+
+
 def _messages(found: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
         raise InputError(
@@ -121,6 +134,7 @@ def _messages(found: Any, where: str) -> tuple[tuple[str, str], ...]:
                 f"{where}, message {at}: the role must be one of {', '.join(ROLES)}. Received: "
                 f"{message.get('role')!r}. Rename it, or remove the message."
             )
+        _check_known(message, ("role", "content"), f"{where}, message {at}")
         messages.append((message["role"], _filled(message, "content", f"{where}, message {at}")))
     if not messages or messages[-1][0] != "assistant":
         raise InputError(
