@@ -81,6 +81,7 @@ def test_each_layout_learns_what_one_device_learns(name, lora, one, folder, tmp_
         np.testing.assert_allclose(found.history[0][metric], expected.history[0][metric], rtol=1e-4, err_msg=metric)
     assert found.loss == pytest.approx(expected.loss, rel=1e-4)
     assert found.facts["pretrained"] == {**expected.facts["pretrained"], "layout": name}
+    assert found.facts["devices"] == ["CPU:0", "CPU:1"]
     there, here = (weights(run.run_directory / "preset") for run in (found, expected))
     for one_weight, other in zip(here, there, strict=True):
         np.testing.assert_allclose(other, one_weight, atol=2e-4)

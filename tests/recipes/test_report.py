@@ -112,6 +112,8 @@ def test_a_run_of_one_epoch_without_validation():
     assert page(rows=[{"loss": 1.0}]).count("<svg") == 1
     text = "".join(Tags(page(rows=[{"accuracy": 0.0, "loss": 1.0}])).text)
     assert "0.98" not in text and "−" not in text  # neither parts of an epoch, nor below 0 %
+    ticks = {each.strip() for each in Tags(page(rows=[{"loss": 300.0}])).text}
+    assert "1" in ticks and not {"0.6", "0.8", "1.0", "1.2", "1.4"} & ticks
 
 
 def test_best_epoch():
@@ -134,6 +136,8 @@ def test_the_layout_of_a_pretrained_model_is_named_beside_its_devices():
     assert where(facts) == "mirrored × 2 on CPU:0, CPU:1 (a CPU)"
     assert where(facts | {"pretrained": {"layout": "zero3"}}) == "zero3, mirrored × 2 on CPU:0, CPU:1 (a CPU)"
     assert where(facts | {"pretrained": {"layout": "mirrored"}}) == where(facts)
+    facts |= {"replicas": 1, "pretrained": {"layout": "pipeline"}}
+    assert where(facts) == "pipeline on CPU:0, CPU:1 (a CPU)"
 
 
 def test_a_large_confusion_matrix_is_left_out():

@@ -22,18 +22,34 @@ from tfgpu.recipes.report import Report, best_epoch
 
 
 def collect(
-    recipe: Recipe, *, strategy: tf.distribute.Strategy, model: keras.Model, info: Info, started: datetime
+    recipe: Recipe,
+    *,
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    info: Info,
+    started: datetime,
+    devices: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Collects what is known before the first step, as plain values for YAML."""
+    """Collects what is known before the first step, as plain values for YAML.
+
+    Args:
+        recipe: the recipe.
+        strategy: of the replicas.
+        model: the model.
+        info: of the data.
+        started: when.
+        devices: that hold the model; None: the strategy's, of which a pipeline and tensor parallelism have one.
+    """
     spread = strategies.describe(strategy)
+    devices = spread["devices"] if devices is None else devices
     names = {device.name: device.description for device in environment.devices()}
-    described = sorted({names[name] for name in spread["devices"] if names.get(name)})
+    described = sorted({names[name] for name in devices if names.get(name)})
     return {
         "started": started.isoformat(timespec="seconds"),
         "strategy": spread["kind"],
         "replicas": spread["replicas"],
         "workers": spread["workers"],
-        "devices": list(spread["devices"]),
+        "devices": list(devices),
         "device_names": described or [_processor()],
         "precision": model.dtype_policy.name,
         "parameters": model.count_params(),
@@ -267,9 +283,13 @@ def _processor() -> str:
 def where(facts: Mapping[str, Any]) -> str:
     """Describes a run's devices, from its facts."""
     several = f" × {facts['replicas']}" if facts["replicas"] > 1 else ""
-    layout = facts.get("pretrained", {}).get("layout")
-    spread = "" if layout in (None, "one", "mirrored") else f"{layout}, "
-    return f"{spread}{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
+    how = f"{facts['strategy']}{several}"
+    layout = facts.get("pretrained", {}).get("layout", "one")
+    if layout.startswith("zero"):
+        how = f"{layout}, {how}"
+    elif layout not in ("one", "mirrored"):
+        how = layout
+    return f"{how} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
 
 
 def _text(value: Any) -> str:

@@ -38,6 +38,7 @@ class Finetuned:
         tokenizer: its tokenizer.
         parts: the data.
         names: the inputs where sequences are packed; None: they are padded.
+        devices: that hold the model.
         facts: for `config.yaml` and the report.
     """
 
@@ -45,6 +46,7 @@ class Finetuned:
     tokenizer: tokens.Tokenizer
     parts: batches.RunData
     names: Sequence[str] | None
+    devices: tuple[str, ...]
     facts: Mapping[str, Any]
 
     def samples(self, model: keras.Model, what: Recipe) -> list[samples.Sample]:
@@ -111,7 +113,7 @@ def build(what: Recipe, cluster: Cluster) -> Job:
         "learned_tokens": parts.learned,
         "trainable_parameters": trained,
     }
-    finetuned = Finetuned(task, tokenizer, parts, names, facts)
+    finetuned = Finetuned(task, tokenizer, parts, names, layout.devices, facts)
     ending = endings.callbacks(what)
     strategy = model.distribute_strategy
     return Job(what, cluster, strategy, parts.data, model, ends, schedule.callbacks, ending, finetuned)

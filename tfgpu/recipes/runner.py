@@ -187,7 +187,14 @@ def check(
 
 def _about(job: building.Job, started: datetime) -> dict[str, Any]:
     """The facts of a run before its first step."""
-    about = facts.collect(job.recipe, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
+    about = facts.collect(
+        job.recipe,
+        strategy=job.strategy,
+        model=job.model,
+        info=job.data.info,
+        started=started,
+        devices=job.finetuned.devices if job.finetuned else None,
+    )
     return about | ({"pretrained": dict(job.finetuned.facts)} if job.finetuned else {})
 
 
