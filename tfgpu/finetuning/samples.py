@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
+from tfgpu.data.text.sequences import IGNORED
 from tfgpu.finetuning import graph
 from tfgpu.finetuning.tokens import Example, Tokenizer
 
@@ -47,7 +48,7 @@ def write(
         given = example.prompt if example.prompt > 1 else min(len(example.ids) // 2, _LONGEST_PROMPT) or 1
         given = min(given, max(1, length - tokens))
         prompts.append([int(token) for token in example.ids[:given]])
-        rest.append([*map(int, example.ids[given:]), int(example.targets[-1])])
+        rest.append(_following(example, given))
     if not prompts:
         return []
     found = _continued(model, tokenizer, prompts, names=names, tokens=min(tokens, length - 1), length=length)
@@ -55,6 +56,13 @@ def write(
         Sample(*(tokenizer.decode(_text(part, tokenizer)).strip() for part in parts))
         for parts in zip(prompts, rest, found, strict=True)
     ]
+
+
+def _following(example: Example, given: int) -> list[int]:
+    """What follows in the data: the answer, or all that is left if the prompt was cut within."""
+    whole = [*map(int, example.ids[given:]), int(example.targets[-1])]
+    others = np.flatnonzero(example.targets[given - 1 :] == IGNORED)
+    return whole[: others[0]] if len(others) and others[0] > 0 else whole
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
