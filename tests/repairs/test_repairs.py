@@ -53,7 +53,7 @@ def test_versions_decide_which_repairs_are_applied(version, monkeypatch):
     names = {repair.name for repair in repairs.all_repairs.__wrapped__()}
     is_old, is_silent = version < "3.14", version >= "3.15"
     assert ("activity-sums" in names, "no-distribution" in names) == (is_old, is_silent)
-    assert len(names) == 54 + is_old + is_silent
+    assert len(names) == 57 + is_old + is_silent
 
 
 @pytest.mark.slow

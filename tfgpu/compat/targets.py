@@ -85,6 +85,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "MirroredExtended": ("tensorflow.python.distribute.mirrored_strategy:MirroredExtended",),
     "MirroredReplicaThread": ("tensorflow.python.distribute.mirrored_run:_MirroredReplicaThread",),
     "StrategyBase": ("tensorflow.python.distribute.distribute_lib:StrategyBase",),
+    "array_ops": ("tensorflow.python.ops.array_ops",),
     "collective_ops": ("tensorflow.python.ops.collective_ops",),
     "cond_module": ("tensorflow.python.ops.cond",),
     "custom_gradient": ("tensorflow.python.ops.custom_gradient",),
@@ -93,6 +94,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "gen_nn_ops": ("tensorflow.python.ops.gen_nn_ops",),
     "mirrored_strategy": ("tensorflow.python.distribute.mirrored_strategy",),
     "random_seed": ("tensorflow.python.framework.random_seed",),
+    "segment_id_ops": ("tensorflow.python.ops.ragged.segment_id_ops",),
 }
 
 FINGERPRINTS: dict[str, dict[str, list[str]]] = json.loads(

@@ -1,9 +1,13 @@
-"""`keras.ops` functions that compute in int32: TensorFlow's GPU kernels for int32 work in host memory."""
+"""`keras.ops` and TensorFlow's functions that compute in int32, or have no kernel for GPUs: they use the host.
+
+TensorFlow's GPU kernels for int32 work in host memory.
+"""
 
 import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
+from tfgpu.core.sparse import on_device
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -107,6 +111,37 @@ def lookup_copies_to_host() -> bool:
     return "Less" in probing.left_to_host(lookup, tf.TensorSpec([64], tf.int32))
 
 
+def padding_runs_on_host() -> bool:
+    """Whether ragged vectors become dense on the host."""
+
+    def padded(vectors):
+        return tf.RaggedTensor.from_row_splits(vectors, tf.constant([0, 60, 64])).to_tensor()
+
+    return "RaggedTensorToTensor" in probing.left_to_host(padded, tf.TensorSpec([64, 3]))
+
+
+def ragged_sum_copies_to_host() -> bool:
+    """Whether the host finds the rows of ragged values."""
+
+    def rows(splits):
+        return tf.ragged.row_splits_to_segment_ids(splits)
+
+    return "Less" in probing.left_to_host(rows, tf.TensorSpec([65], tf.int64))
+
+
+def sparse_lookup_counts_in_int32() -> bool:
+    """Whether a lookup of sparse IDs has positions in int32, whose size its gradient asks for on the host."""
+
+    @tf.function(autograph=False)
+    def looked_up(table, ids):
+        places = tf.stack([tf.range(64, dtype=tf.int64), tf.zeros([64], tf.int64)], 1)
+        sparse, weights = (tf.SparseTensor(places, values, [64, 1]) for values in (ids, tf.ones([64])))
+        return tf.nn.embedding_lookup_sparse(table, sparse, weights, combiner="sum")
+
+    graph = looked_up.get_concrete_function(tf.TensorSpec([50, 4]), tf.TensorSpec([64], tf.int64)).graph
+    return any(each.type == "Unique" and each.get_attr("out_idx") == tf.int32 for each in graph.get_operations())
+
+
 REPAIRS = (
     Repair(
         name="signs-on-device",
@@ -135,5 +170,26 @@ REPAIRS = (
         issue="",
         probe=lookup_copies_to_host,
         apply=look_up_on_device,
+    ),
+    Repair(
+        name="padding-on-device",
+        fault="on a GPU, ragged vectors are copied to the host to be padded, and back",
+        issue="",
+        probe=padding_runs_on_host,
+        apply=on_device.pad_on_device,
+    ),
+    Repair(
+        name="ragged-rows-on-device",
+        fault="on a GPU, sums over ragged rows copy the rows' lengths to the host",
+        issue="",
+        probe=ragged_sum_copies_to_host,
+        apply=on_device.find_rows_on_device,
+    ),
+    Repair(
+        name="sparse-lookups-on-device",
+        fault="on a GPU, the gradient of a layer of sparse inputs copies their positions to the host",
+        issue="",
+        probe=sparse_lookup_counts_in_int32,
+        apply=on_device.look_up_sparse_on_device,
     ),
 )

@@ -83,6 +83,10 @@ class DrawnInputs:
     Args:
         structure: arguments in which tensors are replaced; everything else stays.
         numbers: whole numbers that may stand for something special, such as a label that is not to be learned.
+
+    Attributes:
+        specs: of the tensors that are replaced.
+        has_composites: there are ragged or sparse tensors, which stay as they are.
     """
 
     def __init__(self, structure: object, numbers: list[float]):
@@ -91,6 +95,7 @@ class DrawnInputs:
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
         self.specs = [spec_of(leaves[at]) for at in self._at]
         self._leaves = leaves
+        self.has_composites = any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
         self._are_given = all(hasattr(leaves[at], "numpy") for at in self._at) and step_context.current().is_trying
 
     @property

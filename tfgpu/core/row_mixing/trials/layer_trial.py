@@ -108,6 +108,8 @@ class LayerTrial:
 
     def run(self) -> Verdict:
         """Tries the layer."""
+        if self._inputs.has_composites:
+            return Verdict(Needs.UNKNOWN, "its inputs are ragged or sparse, of which none can be drawn")
         return isolation.run(self._tried)
 
     def _tried(self) -> Verdict:
