@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tracer
 
 import tfgpu
 from tfgpu.layers import MixtureOfExperts
@@ -243,3 +244,15 @@ def test_parts_of_a_sequence_are_routed_together():
     x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
     expected, found = (each.predict(x, verbose=0) for each in (made(), made(sequence=2)))
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_the_router_leaves_the_scores_of_tokens_on_the_gpu():
+    made = layer()
+
+    def routed(x):
+        with tf.device("CPU:1"):  # stands for GPU:0
+            return made(x)
+
+    traced = tf.function(routed, autograph=False).get_concrete_function(tf.TensorSpec([13, 6, EXPERTS]))
+    facts = tracer.facts_of(traced, {0: "CPU:1"}, rows=13)
+    assert [str(copy) for copy in facts.moved("to host", has_rows=True)] == []

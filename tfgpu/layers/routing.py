@@ -67,7 +67,8 @@ class Router:
 
     def _choices(self, logits: tf.Tensor, is_token: tf.Tensor | None) -> "_Choices":
         probabilities = tf.nn.softmax(logits)
-        experts = tf.math.top_k(tf.stop_gradient(probabilities), self.top_k, index_type=tf.int64).indices
+        # In int32: TensorFlow has no kernel for GPUs that gives int64 ones.
+        experts = tf.cast(tf.math.top_k(tf.stop_gradient(probabilities), self.top_k).indices, tf.int64)
         squares = tf.square(tf.reduce_logsumexp(logits, -1))
         if is_token is None:
             return _Choices(experts, probabilities, squares, tf.cast(tf.shape(logits)[0], tf.float32), None)
