@@ -133,6 +133,71 @@ def circle():
     return keras.Model(inputs, outputs), {"loss": keras.losses.Circle()}, lambda n: (image(n, 8), labels(n, 3))
 
 
+def padded():
+    """Ragged token numbers, padded to the longest row before an embedding with a mask."""
+    inputs = keras.Input((None,), dtype="int64", ragged=True)
+    dense = Padded(dtype="int64")(inputs)
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(40, 8, mask_zero=True)(dense))
+    outputs = layers.Dense(3, dtype="float32")(x)
+    return keras.Model(inputs, outputs), dict(SPARSE), lambda n: (ragged(n, 40), labels(n, 3))
+
+
+@tfgpu.by_rows
+class Padded(layers.Layer):
+    """Ragged rows as a dense tensor."""
+
+    def call(self, rows):
+        return rows.to_tensor() if isinstance(rows, tf.RaggedTensor) else rows
+
+    def compute_output_spec(self, rows):
+        return keras.KerasTensor(rows.shape, rows.dtype)
+
+
+def bags():
+    """Ragged token numbers, whose vectors are averaged by row, without padding."""
+    return Bags(), dict(SPARSE), lambda n: (ragged(n, 40), labels(n, 3))
+
+
+@tfgpu.by_rows
+class Bags(keras.Model):
+    """Classes by the mean of each row's vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = layers.Embedding(40, 8), layers.Dense(3, dtype="float32")
+        self.table.build(None)
+        self.head.build((None, 8))
+        self.built = True
+
+    def call(self, rows):
+        return self.head(tf.reduce_mean(tf.ragged.map_flat_values(self.table, rows), 1))
+
+
+def padded_vectors():
+    """Ragged vectors, such as the output of a GPU's layer, padded after it."""
+    return PaddedVectors(), dict(SPARSE), lambda n: (ragged(n, 40), labels(n, 3))
+
+
+@tfgpu.by_rows
+class PaddedVectors(Bags):
+    """Classes by the largest of each row's vectors."""
+
+    def call(self, rows):
+        return self.head(tf.reduce_max(tf.ragged.map_flat_values(self.table, rows).to_tensor(), 1))
+
+
+def sparse():
+    """Sparse numbers before a dense layer."""
+    inputs = keras.Input((20,), sparse=True)
+    outputs = layers.Dense(3, dtype="float32")(layers.Dense(16, "relu")(inputs))
+
+    def data(n):
+        values = image(n, 20)
+        return tf.sparse.from_dense(np.where(values > 0.5, values, 0)), labels(n, 3)
+
+    return keras.Model(inputs, outputs), dict(SPARSE), data
+
+
 def gan():
     """A `train_step` of the user's own, with two optimizers."""
     return Gan(), {"second": keras.optimizers.Adam(0.01)}, lambda n: (image(n, 8),)
@@ -185,6 +250,22 @@ def labels(shape, count: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, count, shape).astype("int32")
 
 
+def experts():
+    """A mixture of experts."""
+    inputs = keras.Input((6, 8))
+    x = inputs + tfgpu.layers.MixtureOfExperts(4, 12)(inputs)
+    outputs = layers.Dense(3, dtype="float32")(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(inputs, outputs), dict(SPARSE), lambda n: (image(n, 6, 8), labels(n, 3))
+
+
+def ragged(rows: int, count: int) -> tf.RaggedTensor:
+    """Made-up whole numbers above 0, up to six a row."""
+    lengths = np.random.default_rng(2).integers(1, 7, rows)
+    values = 1 + np.random.default_rng(1).integers(0, count - 1, lengths.sum())
+    return tf.RaggedTensor.from_row_lengths(values, lengths)
+
+
 _ALL = cnn, language, blocks, embeddings, two_outputs, own_loss, gan, recurrent, scores, circle
+_ALL += padded, bags, padded_vectors, sparse, experts
 MODELS: dict[str, Callable] = {each.__name__: each for each in _ALL}
 """Each makes a model, what `compile` takes besides the optimizer, and the data of so many rows."""

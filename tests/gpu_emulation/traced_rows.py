@@ -34,8 +34,12 @@ SPREAD = {
     "data-tensor": lambda model: tfgpu.parallel.apply(model, _mesh(data=2, tensor=2)),
     "data-pipeline": lambda model: tfgpu.parallel.apply(model, _mesh(data=2, pipeline=2), **_CUTS),
     "data-sequence": lambda model: tfgpu.parallel.apply(model, _mesh(data=2, sequence=2)),
+    "expert": lambda model: tfgpu.parallel.apply(model, _mesh(expert=2)),
+    "place": lambda model: tfgpu.parallel.place(model, {"dense*": "CPU:2", "*": "CPU:1"}),
 }
 """Options that spread a model of no strategy over GPUs; with `data`, two copies of it, over four."""
+RAGGED = ("padded", "padded_vectors", "bags", "sparse")
+"""Models of ragged and sparse rows, whose gradients have another number of slices in each batch."""
 BATCHES = 4
 WHOLE = "between devices, other bytes"
 
@@ -50,8 +54,8 @@ class Row:
         path: `fit`, `loop` (a hand-written one), `evaluate` or `predict`.
         precision: a dtype policy of Keras.
         rows: `even`: static batches that divide evenly; `rest`: batches of any size.
-        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `recompute`, `bfloat16-gradients`, `packs` (small), one of
-            `SPREAD` or "".
+        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `recompute`, `bfloat16-gradients`, `packs` (small),
+            `replica-moments` (of BatchNormalization), one of `SPREAD` or "".
         fast: in `make test`.
     """
 
@@ -68,13 +72,14 @@ class Row:
         return " ".join(part for part in parts if part)
 
 
-_ALL = [Row(model, strategy) for strategy in ("one", "mirrored-2") for model in MODELS]
+_EACH = [model for model in MODELS if model != "experts"]
+_ALL = [Row(model, strategy) for strategy in ("one", "mirrored-2") for model in _EACH]
 _ALL += [Row(model, "mirrored-8") for model in ("cnn", "language", "embeddings")]
 _ALL += [Row(model, "workers-2x4") for model in ("cnn", "language", "embeddings", "own_loss", "gan")]
 _ALL += [Row(model, "mirrored-2", path) for model in ("cnn", "language") for path in ("loop", "evaluate", "predict")]
 _ALL += [Row("language", "one", "evaluate"), Row("language", "one", "predict")]
 _ALL += [Row("cnn", "workers-2x4", path) for path in ("loop", "evaluate")]
-_ALL += [Row(model, "mirrored-2", rows="rest") for model in MODELS]
+_ALL += [Row(model, "mirrored-2", rows="rest") for model in _EACH if model not in RAGGED or model == "sparse"]
 _ALL += [Row("cnn", strategy, rows="rest") for strategy in ("one", "workers-2x4")]
 _ALL += [Row("cnn", "mirrored-2", precision=name) for name in ("mixed_float16", "mixed_bfloat16")]
 _ALL += [Row("language", "mirrored-2", precision="mixed_float16")]
@@ -117,6 +122,11 @@ _ALL += [Row("language", "mirrored-2", option=f"data-{axis}") for axis in ("tens
 _ALL += [Row(model, "mirrored-2", option="data-tensor") for model in ("blocks", "cnn")]
 _ALL += [Row(model, "mirrored-2", precision="mixed_float16", option="accumulation") for model in ("cnn", "language")]
 _ALL += [Row("scores", "mirrored-2", "evaluate"), Row("recurrent", "mirrored-2", precision="mixed_float16")]
+_ALL += [Row(model, "mirrored-2", path) for model in ("padded_vectors", "sparse") for path in ("evaluate", "predict")]
+_ALL += [Row("bags", "mirrored-2", "loop"), Row("padded_vectors", "mirrored-2", precision="mixed_float16")]
+_ALL += [Row("cnn", "one", option="accumulation"), Row("cnn", "mirrored-2", option="replica-moments")]
+_ALL += [Row("embeddings", "mirrored-2", option="xla"), Row("gan", "mirrored-2", precision="mixed_float16")]
+_ALL += [Row("cnn", "one", option="place"), Row("experts", "mirrored-2", option="expert")]
 _FAST = {
     "fit cnn mirrored-2 float32 even",
     "fit language one float32 even",
@@ -168,7 +178,11 @@ def steps_in_a_call(loops) -> str:
 
 def strategy_of(row: Row, local: int) -> tf.distribute.Strategy:
     """The row's strategy, as `tfgpu.strategy` makes it on GPUs."""
-    options = {"bfloat16-gradients": {"reduce_dtype": "bfloat16"}, "packs": {"bytes_per_pack": 256}}.get(row.option, {})
+    options = {
+        "bfloat16-gradients": {"reduce_dtype": "bfloat16"},
+        "packs": {"bytes_per_pack": 256},
+        "replica-moments": {"batch_norm": "replica"},
+    }.get(row.option, {})
     names = [f"CPU:{number + 1}" for number in range(local)]
     if row.strategy.startswith("workers"):
         return tfgpu.strategy("multi_worker", **options)
