@@ -71,6 +71,33 @@ def test_a_loop_by_hand_trains_it_too():
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *found)
 
 
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_loop_by_hand_is_tried_and_counts_one_number_once(replicas, caplog):
+    """A trial has other rows than the layer has states; one of three replicas has no rows of a batch of two."""
+
+    def counted(replicas: int) -> list[float]:
+        keras.utils.set_random_seed(0)
+        strategy = tfgpu.strategy(devices=[f"CPU:{number}" for number in range(replicas)])
+        with strategy.scope():
+            model = keras.Sequential([keras.Input(batch_shape=(2, 5, 3)), layers.SimpleRNN(2, stateful=True)])
+            of_loss, of_outputs = keras.metrics.Mean(), keras.metrics.Mean()
+        mse = keras.losses.MeanSquaredError()
+
+        def step(rows):
+            outputs = model(rows)
+            of_loss.update_state(mse(rows[:, 0, :2], outputs))
+            of_outputs.update_state(tf.reduce_mean(outputs**2))
+
+        run = tf.function(lambda rows: strategy.run(step, (rows,)))
+        x = tf.random.stateless_uniform((6, 5, 3), (0, 1))
+        for rows in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(x).batch(2)):
+            run(rows)
+        return [float(metric.result()) for metric in (of_loss, of_outputs)]
+
+    np.testing.assert_allclose(counted(replicas), counted(1), atol=1e-6)
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("tfgpu")]
+
+
 @pytest.mark.slow
 def test_a_batch_of_other_rows_than_the_states_is_named():
     with tfgpu.strategy(devices=["CPU:0", "CPU:1"]).scope():

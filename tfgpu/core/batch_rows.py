@@ -25,7 +25,7 @@ class GivenRows:
         graph: the graph in which the replica began; None if it runs eagerly.
         scalar_ways: by metric, how it counts one number (`row_mixing.scalar_updates`), in the order of first updates.
         are_even: it is known that all replicas hold the same number of rows.
-        counted: names of the metrics that have counted one number in this call.
+        counted: names of the metrics that have counted one number in this call, by their `id`s.
         range: which rows of the global batch they are, once the replicas have exchanged their numbers of rows.
     """
 
@@ -34,7 +34,7 @@ class GivenRows:
     scalar_ways: Mapping[str, str]
     are_even: bool = False
     range: RowRange | None = None
-    counted: list[str] = field(default_factory=list)
+    counted: dict[int, str] = field(default_factory=dict)
 
 
 def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, **facts: bool) -> Step:

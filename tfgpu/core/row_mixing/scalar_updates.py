@@ -32,7 +32,7 @@ class Scalar:
     """An update of a metric with one number.
 
     Attributes:
-        name: of the metric.
+        name: of the metric (`_name_among`).
         value, weight: what it was given.
         is_sum: it is a `Sum`, which keeps no count.
     """
@@ -50,14 +50,16 @@ def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sam
     if recorder is not None and recorder.parts and not recorder.is_split:
         weight = 1.0 if sample_weight is None else float(tf.cast(sample_weight, tf.float64))
         value = float(tf.cast(values, tf.float64))
-        recorder.scalars.append(Scalar(metric.name, value, weight, isinstance(metric, keras.metrics.Sum)))
+        name = _name_among(metric, recorder.scalar_names)
+        recorder.scalars.append(Scalar(name, value, weight, isinstance(metric, keras.metrics.Sum)))
         recorder.scalar_states.update(map(id, metric.variables))
         return stock(metric, values, sample_weight)
     if recorder is not None or given is None or replication.replica_context() is None:
         return stock(metric, values, sample_weight)
     # What a function of labels and outputs gives is a mean over rows, or the whole batch's.
     is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-    way = MEAN if is_of_function else _way_of(metric.name, given)
+    name = _name_among(metric, given.counted)
+    way = MEAN if is_of_function else _way_of(name, given)
     if way == UNKNOWN:
         way = _likely_way(metric, values)
     if way == AS_IT_IS:
@@ -75,14 +77,25 @@ def update(stock: Callable, metric: keras.metrics.Metric, values: tf.Tensor, sam
     return stock(metric, values, sample_weight)
 
 
+def _name_among(metric: keras.metrics.Metric, known: dict[int, str]) -> str:
+    """The metric's name; a number is added if another one has it, as two `Mean()` do.
+
+    Args:
+        known: names by the metrics' `id`; this one's is added.
+    """
+    name, number = metric.name, 1
+    while id(metric) not in known and name in known.values():
+        number += 1
+        name = f"{metric.name} ({number})"
+    return known.setdefault(id(metric), name)
+
+
 def _way_of(name: str, given: batch_rows.GivenRows) -> str:
     """The way of a metric, by the trial of its function.
 
     Functions with the same code are tried once: one with other metrics counts them by their places.
     """
-    if name not in given.counted:
-        given.counted.append(name)
-    ways, place = given.scalar_ways, given.counted.index(name)
+    ways, place = given.scalar_ways, [*given.counted.values()].index(name)
     return ways.get(name) or dict(enumerate(ways.values())).get(place, AS_IT_IS)
 
 

@@ -24,6 +24,8 @@ def keep_states_of_all_rows() -> None:
             return _keeping_own(stock, self, sequences, **own)
         if in_symbolic_scope() and tf.distribute.get_strategy().num_replicas_in_sync > 1:
             return _keeping_own(stock, _stateless(self, self.return_state), sequences, **own)  # Keras builds the model
+        if (tried := step_context.current().trial_rows) is not None:
+            return _on_tried_rows(stock, self, sequences, tried, own)
         variables = keras.tree.flatten(self.states)
         if not gathering.may_meet() or sequences.shape[0] == variables[0].shape[0]:
             for state in variables if step_context.step() is not None else ():  # of this replica's rows
@@ -36,6 +38,19 @@ def keep_states_of_all_rows() -> None:
         output, *states = _keeping_own(stock, _stateless(self, True), sequences, **own)
         _assign(variables, keras.tree.flatten(states))
         return (output, *states) if self.return_state else output
+
+
+def _on_tried_rows(stock, layer, sequences: tf.Tensor, tried: step_context.RowRange, own: dict):
+    """Of rows of a trial, which are not as many as the states: it begins each with one of the states, and keeps none."""
+
+    def begun(state: keras.Variable) -> tf.Tensor:
+        rows = tf.shape(sequences)[0]
+        each = tf.maximum(rows // tried.local, 1)
+        return tf.gather(tf.convert_to_tensor(state), (tried.offset * each + tf.range(rows)) % state.shape[0])
+
+    if own["initial_state"] is None:
+        own["initial_state"] = keras.tree.map_structure(begun, layer.states)
+    return _keeping_own(stock, _stateless(layer, layer.return_state), sequences, **own)
 
 
 def _checked(name: str, states: int, sequences: tf.Tensor) -> tf.Tensor:

@@ -54,6 +54,7 @@ class Recorder:
             sum their gradients as a tape takes them: these are its updates then.
         applied: what reaches an optimizer of such a model.
         scalars: the numbers that a function of `strategy.run` gives to `Mean`s and `Sum`s.
+        scalar_names: the names of those metrics, by their `id`s.
         scalar_states: the `id`s of the variables of those metrics.
         is_narrow: a layer that it calls computes in 16 bits.
         meetings: where the replicas of such a function would meet.
@@ -87,6 +88,7 @@ class Recorder:
     shards: frozenset[int] = frozenset()
     applied: list[list] = field(default_factory=list)
     scalars: list["Scalar"] = field(default_factory=list)
+    scalar_names: dict[int, str] = field(default_factory=dict)
     scalar_states: set[int] = field(default_factory=set)
     is_narrow: bool = False
     meetings: "Meetings | None" = None
