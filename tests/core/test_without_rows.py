@@ -91,3 +91,65 @@ def test_ctc_decoding(eagerly):
         return [int(each) for x in data for each in run(x)]
 
     assert paths_on(two_devices()) == paths_on(one_device())
+
+
+def patches(x):
+    pictures = tf.reshape(x, (-1, 5, 2, 1))
+    volumes = tf.extract_volume_patches(pictures[..., None], [1, 2, 1, 1, 1], [1, 2, 1, 1, 1], "SAME")
+    flat = tf.image.extract_patches(pictures, [1, 2, 1, 1], [1, 2, 1, 1], [1, 1, 1, 1], "SAME")
+    return tf.reduce_sum(flat**2), tf.reduce_sum(volumes**2)
+
+
+def ctc_losses(x):
+    rows = tf.shape(x)[0]
+    labels, lengths = tf.zeros((rows, 1), tf.int32), [tf.fill((rows,), 1), tf.fill((rows,), 5)]
+    dense = tf.nn.ctc_loss(labels, x, *lengths, logits_time_major=False, blank_index=1)
+    first = tf.sparse.from_dense(labels + 1)
+    known = tf.sparse.SparseTensor(first.indices, first.values - 1, first.dense_shape)
+    sparse = tf.nn.ctc_loss(known, tf.transpose(x, (1, 0, 2)), None, lengths[1], blank_index=-1)
+    return tf.reduce_sum(dense), tf.reduce_sum(sparse)
+
+
+def ctc_paths(x):
+    steps, lengths = tf.transpose(x, (1, 0, 2)), tf.fill((tf.shape(x)[0],), 5)
+    (greedy,), _ = tf.nn.ctc_greedy_decoder(steps, lengths)
+    beams, scores = tf.nn.ctc_beam_search_decoder(steps, lengths, beam_width=3, top_paths=2)
+    found = [tf.cast(tf.reduce_sum(tf.sparse.to_dense(each)), tf.float32) for each in (greedy, *beams)]
+    return [*found, tf.reduce_sum(scores)]
+
+
+def of_sparse(x):
+    numbers = tf.cast(x[..., 0] * 3, tf.int64)
+    distances = tf.edit_distance(tf.sparse.from_dense(numbers), tf.sparse.from_dense(numbers + 1))
+    return tf.reduce_sum(tf.sparse.reduce_sum(tf.sparse.from_dense(x), 1) ** 2), tf.reduce_sum(distances)
+
+
+def mapped(x):
+    return tf.reduce_sum(keras.ops.map(lambda row: {"a": row**2}, x)["a"])
+
+
+@pytest.mark.sample("ctc_losses-graph", "mapped-eager", "patches-graph")
+@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("numbers", [patches, ctc_losses, ctc_paths, of_sparse, mapped])
+def test_functions_of_rows(numbers, eagerly):
+    def found_on(strategy):
+        with strategy.scope():
+            weight = tf.Variable(1.5)
+
+        @tfgpu.by_rows
+        def step(x):
+            with tf.GradientTape() as tape:
+                values = tf.nest.flatten(numbers(x * weight))
+                total = tf.add_n(values)
+            gradient = tape.gradient(total, weight)
+            return [*values, tf.zeros(()) if gradient is None else gradient]
+
+        def run(x):
+            return [strategy.reduce("SUM", each, axis=None) for each in strategy.run(step, args=(x,))]
+
+        run = run if eagerly else tf.function(run)
+        data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(NUMBERS).batch(2))
+        return [[float(each) for each in run(x)] for x in data]
+
+    found, expected = found_on(two_devices()), found_on(one_device())
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

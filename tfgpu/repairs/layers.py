@@ -1,5 +1,7 @@
 """Layers' state and attributes under replicas, and variables that are first created inside a replica."""
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
@@ -28,12 +30,15 @@ def compute_on_stand_in_rows() -> None:
     """In a hand-written loop, pools and convolves a stand-in row if a replica has no rows, and drops the result.
 
     A batch with fewer rows than replicas leaves some replicas without rows. TensorFlow's mirrored padding (in `stft`
-    too) and CTC fail there, and so does Keras's HashedCrossing.
+    too), patches and CTC fail there, and so do Keras's HashedCrossing and `map`.
     """
-    for name in ("max_pool", "max_pool3d"):
+    for name in ("max_pool", "max_pool3d", "max_pool_with_argmax", "fractional_max_pool", "fractional_avg_pool"):
         wrap(f"gen_nn_ops.{name}")(_on_rows)
     for name in ("average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "separable_conv", "conv_transpose"):
         wrap(f"nn.{name}")(_on_rows)
+    wrap("gen_array_ops.extract_image_patches")(_on_rows)
+    wrap("tf.extract_volume_patches")(_on_rows)
+    wrap("image.elastic_transform")(_on_rows)
 
     @wrap("gen_array_ops.mirror_pad")
     def mirror_pad(stock, input, paddings, *args, **kwargs):
@@ -55,6 +60,8 @@ def compute_on_stand_in_rows() -> None:
         return worker_rows.sliced(found, 0, tf.shape(values[0])[0])  # it may be sparse
 
     _compute_ctc()
+    _compute_ctc_of_tensorflow()
+    _reduce_sparse()
     _take_empty_tensors()
 
 
@@ -77,7 +84,103 @@ def _compute_ctc() -> None:
         return found[: tf.shape(inputs[0])[0]]
 
 
+def _compute_ctc_of_tensorflow() -> None:
+    def sums_of_no_rows(logits: tf.Tensor, batch: int) -> tf.Tensor:
+        return tf.reduce_sum(logits, [axis for axis in range(3) if axis != batch])  # of no rows, but with a gradient
+
+    @wrap("ctc_ops.ctc_loss_dense")
+    def loss_of_dense(stock, labels, logits, label_length, logit_length, logits_time_major=True, *args, **kwargs):
+        logits, batch = tf.convert_to_tensor(logits), int(bool(logits_time_major))
+        values = labels, logits, label_length, logit_length, logits_time_major
+        if not _may_lack_rows() or logits.shape.rank != 3:
+            return stock(*values, *args, **kwargs)
+        return _if_rows(
+            tf.shape(logits)[batch],
+            lambda: stock(*values, *args, **kwargs),
+            lambda: sums_of_no_rows(logits, batch),
+        )
+
+    for name in ("ctc_loss", "ctc_loss_v2"):
+
+        @wrap(f"gen_ctc_ops.{name}")
+        def loss_of_sparse(stock, inputs, *args, **kwargs):
+            if not _may_lack_rows():
+                return stock(inputs, *args, **kwargs)
+            logits = tf.convert_to_tensor(inputs)
+            return _if_rows(
+                tf.shape(logits)[1],
+                lambda: tuple(stock(logits, *args, **kwargs)),
+                lambda: (sums_of_no_rows(logits, 1), tf.zeros_like(logits)),
+            )
+
+    def no_paths(count: int) -> list[tf.Tensor]:
+        return [tf.zeros(shape, tf.int64) for shape in ((0, 2), (0,), (2,)) for _ in range(count)]
+
+    @wrap("gen_ctc_ops.ctc_greedy_decoder")
+    def decode_greedily(stock, inputs, *args, **kwargs):
+        if not _may_lack_rows():
+            return stock(inputs, *args, **kwargs)
+        return _if_rows(
+            tf.shape(inputs)[1],
+            lambda: tuple(stock(inputs, *args, **kwargs)),
+            lambda: (*no_paths(1), tf.zeros((0, 1), inputs.dtype)),
+        )
+
+    @wrap("gen_ctc_ops.ctc_beam_search_decoder")
+    def decode_by_beams(stock, inputs, sequence_length, beam_width, top_paths, **kwargs):
+        values = inputs, sequence_length, beam_width, top_paths
+        if not _may_lack_rows():
+            return stock(*values, **kwargs)
+        *paths, scores = _if_rows(
+            tf.shape(inputs)[1],
+            lambda: tuple(tf.nest.flatten(tuple(stock(*values, **kwargs)))),
+            lambda: (*no_paths(top_paths), tf.zeros((0, top_paths), inputs.dtype)),
+        )
+        return *(paths[at : at + top_paths] for at in range(0, 3 * top_paths, top_paths)), scores
+
+
+def _reduce_sparse() -> None:
+    @wrap("gen_sparse_ops.sparse_reduce_sum")
+    def reduce_sum(stock, input_indices, input_values, input_shape, *args, **kwargs):
+        values = input_indices, input_values, input_shape
+        if not _may_lack_rows():
+            return stock(*values, *args, **kwargs)
+        # TensorFlow's gradient divides by the number of rows.
+        return _if_rows(
+            input_shape[0],
+            lambda: stock(*values, *args, **kwargs),
+            lambda: tf.stop_gradient(stock(*values, *args, **kwargs)) + tf.reduce_sum(input_values),
+        )
+
+    @wrap("gen_array_ops.edit_distance")
+    def edit_distance(stock, hypothesis_indices, hypothesis_values, hypothesis_shape, *args, **kwargs):
+        values = hypothesis_indices, hypothesis_values, hypothesis_shape
+        if not _may_lack_rows():
+            return stock(*values, *args, **kwargs)
+        return _if_rows(
+            hypothesis_shape[0],
+            lambda: stock(*values, *args, **kwargs),
+            lambda: tf.zeros(hypothesis_shape[:-1], tf.float32),
+        )
+
+
+def _if_rows(rows: tf.Tensor, some: Callable, none: Callable) -> object:
+    """What `some` gives if there are rows, else what `none` does; only the first where the number is known."""
+    known = tf.get_static_value(rows)
+    if known is not None:
+        return some() if known else none()
+    return tf.cond(rows > 0, some, none)
+
+
 def _take_empty_tensors() -> None:
+    @wrap("core.map")
+    def map_rows(stock, f, xs):
+        leaves = [each for each in tf.nest.flatten(xs) if tf.is_tensor(each) and each.shape.rank]
+        if not tf.executing_eagerly() or not _may_lack_rows() or not leaves or leaves[0].shape[0]:
+            return stock(f, xs)
+        found = stock(f, tf.nest.map_structure(batch_sharding.with_stand_in_row, xs))
+        return tf.nest.map_structure(lambda each: each[:0], found)
+
     for name in ("max", "min"):
 
         @wrap(f"numpy.{name}")
@@ -99,13 +202,20 @@ def _take_empty_tensors() -> None:
         return stock(*both)[:0]
 
 
-def _on_rows(stock, inputs, *args, **kwargs):
+def _on_rows(stock, *args, **kwargs):
     if not _may_lack_rows():
-        return stock(inputs, *args, **kwargs)
-    inputs = tf.convert_to_tensor(inputs)  # it may be an array
+        return stock(*args, **kwargs)
+    name = None if args else next(each for each in ("input", "inputs", "images", "value") if each in kwargs)
+    inputs = tf.convert_to_tensor(args[0] if args else kwargs[name])  # it may be an array
     if not inputs.shape.rank or inputs.shape[0]:
-        return stock(inputs, *args, **kwargs)
-    return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
+        return stock(*args, **kwargs)
+    filled = batch_sharding.with_stand_in_row(inputs)
+    found = stock(filled, *args[1:], **kwargs) if args else stock(**{**kwargs, name: filled})
+    rows = tf.shape(inputs)[0]
+    if tf.is_tensor(found):
+        return found[:rows]
+    with_rows = [each for each in ("output", "argmax") if each in found._fields]  # not where pools begin
+    return found._replace(**{each: getattr(found, each)[:rows] for each in with_rows})
 
 
 def _has_rows(inputs: tf.Tensor) -> bool:

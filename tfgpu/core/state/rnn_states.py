@@ -41,7 +41,7 @@ def keep_states_of_all_rows() -> None:
 
 
 def _on_tried_rows(stock, layer, sequences: tf.Tensor, tried: step_context.RowRange, own: dict):
-    """Of rows of a trial, which are not as many as the states: it begins each with one of the states, and keeps none."""
+    """Of rows of a trial, which are not as many as the states: each begins with one of the states; none is kept."""
 
     def begun(state: keras.Variable) -> tf.Tensor:
         rows = tf.shape(sequences)[0]
