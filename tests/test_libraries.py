@@ -19,7 +19,6 @@ from tfgpu.tune import journal
 CASES = [
     ("ray", lambda: tfgpu.launch.ray_job(print), "ray"),
     ("pyspark", lambda: tfgpu.launch.spark_job(print, None, global_batch=4), "spark"),
-    ("pyspark", lambda: tfgpu.launch.spark_predict(None, "model.keras", columns="a"), "spark"),
     ("pyarrow", spark_data.pyarrow, "spark"),
     ("cloudpickle", pickled._cloudpickle, "ray"),
     ("optuna", journal.optuna, "tune"),

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfgpu.errors import InputError
 from tfgpu.launch.spark.data import SparkData, arrays_of, planned, spool, to_array
-from tfgpu.launch.spark.predict import to_arrow
 from tfgpu.launch.spark.row_assignment import RowAssignment
 
 arrow = pytest.importorskip("pyarrow")
@@ -107,27 +106,6 @@ def test_strings_cannot_be_combined_with_numbers():
         arrays_of(planned(["n", "t"], table.column_names), table)
     with pytest.raises(InputError, match="Unknown column 'nn'. Did you mean 'n'"):
         planned(["nn"], table.column_names)
-
-
-@pytest.mark.parametrize(
-    "output_type, found, expected",
-    [
-        ("float", [[1.0], [2.0]], [1.0, 2.0]),
-        ("array<float>", [[1.0], [2.0]], [[1.0], [2.0]]),
-        ("array<float>", [1.0, 2.0], [[1.0], [2.0]]),
-    ],
-)
-def test_predictions_as_arrow(output_type, found, expected):
-    assert to_arrow(np.array(found), output_type).to_pylist() == expected
-
-
-def test_predictions_of_another_shape():
-    with pytest.raises(InputError, match=r"shape of \(2,\) per row. Received: output_type='float'. Use 'array<float>'"):
-        to_arrow(np.zeros([3, 2]), "float")
-    with pytest.raises(InputError, match=r"shape of \(2, 4\) per row.*Use a flat output"):
-        to_arrow(np.zeros([3, 2, 4]), "array<float>")
-    with pytest.raises(InputError, match="several outputs"):
-        to_arrow([np.zeros(3)], "float")
 
 
 MODEL = """

@@ -5,7 +5,6 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import tfgpu
@@ -13,7 +12,7 @@ from tfgpu.errors import InputError, MachineError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import spark_training
-from spark_training import MINE, ROWS, check, check_nothing_is_left, frame, run, session, table, train
+from spark_training import MINE, ROWS, check, check_nothing_is_left, frame, run, session, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -118,30 +117,3 @@ def test_missing_resources_are_reported(local):
         tfgpu.launch.spark_job(train, [1, 2], 2, global_batch=16)
     with pytest.raises(InputError, match="Received: 0"):
         tfgpu.launch.spark_job(train, rows, 2, global_batch=0)
-
-
-def test_predictions_are_the_models(local, tmp_path):
-    import keras
-
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    model.save(tmp_path / "model.keras")
-    rows = frame(local).selectExpr("a", "b", "y", "if(a > 0, cast(7 as int), null) as n")
-    scored = tfgpu.launch.spark_predict(rows, tmp_path / "model.keras", columns=["a", "b"], output="score")
-    found = scored.collect()
-    expected = model.predict(table().astype("float32"), verbose=0)
-    np.testing.assert_allclose([row.score for row in found], expected, rtol=1e-5)
-    assert [row.asDict() for row in scored.drop("score").collect()] == [row.asDict() for row in rows.collect()]
-    assert {row.n for row in found} == {7, None}  # pandas would have made 7.0 of it
-
-
-def test_impossible_predictions_are_reported(local, tmp_path):
-    (tmp_path / "model.keras").touch()
-    rows, model = frame(local), tmp_path / "model.keras"
-    with pytest.raises(InputError, match="must be a .keras file"):
-        tfgpu.launch.spark_predict(rows, tmp_path / "other.keras", columns="a")
-    with pytest.raises(InputError, match="already has a column 'y'"):
-        tfgpu.launch.spark_predict(rows, model, columns="a", output="y")
-    with pytest.raises(InputError, match="Unknown column 'c'"):
-        tfgpu.launch.spark_predict(rows, model, columns=["a", "c"])
-    with pytest.raises(InputError, match="Unknown output_type 'string'"):
-        tfgpu.launch.spark_predict(rows, model, columns="a", output_type="string")

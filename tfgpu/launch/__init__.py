@@ -15,6 +15,5 @@ from tfgpu.launch.job import Job
 from tfgpu.launch.ray_job import ray_job
 from tfgpu.launch.restarts import Restarts
 from tfgpu.launch.spark.job import spark_job
-from tfgpu.launch.spark.predict import spark_predict
 
-__all__ = ["Job", "Restarts", "ray_job", "report", "spark_job", "spark_predict"]
+__all__ = ["Job", "Restarts", "ray_job", "report", "spark_job"]

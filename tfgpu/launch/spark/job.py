@@ -133,7 +133,7 @@ def pyspark_sql():
     Raises:
         InputError: Spark is not installed.
     """
-    need, fix = "`spark_job` and `spark_predict` need Spark", "Run: pip install 'tfgpu[spark]'"
+    need, fix = "`spark_job` needs Spark", "Run: pip install 'tfgpu[spark]'"
     sql = required("pyspark.sql", need, fix)
     spark_data.pyarrow()
     return sql
