@@ -295,12 +295,6 @@ def small(**how):
     )
 
 
-def quantized():
-    model = small()
-    model.quantize("int8")
-    return model
-
-
 class Subclassed(keras.Model):
     def call(self, x):
         return x
@@ -327,10 +321,6 @@ def called(model):
         (
             lambda: tensor(small(kernel_constraint="max_norm"), devices=2, plan={"a": "column"}),
             "the constraint MaxNorm",
-        ),
-        (
-            lambda: tensor(quantized(), devices=2),
-            "a: it is quantized; .* Quantized layers stay whole: spread the model by",
         ),
         (lambda: tensor(Subclassed(), devices=2), "is not built"),
         (lambda: tensor(called(Subclassed()), devices=2), "has no graph"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import layers
+from tfgpu.compat import layers, quantized
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class VariableSplit:
 def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
     """The splits of a column-parallel layer: by its outputs."""
     if isinstance(layer, keras.layers.Dense):
-        found = [VariableSplit(layer, layers.KERNEL, 1)]
+        axis = 1
     elif isinstance(layer, keras.layers.EinsumDense):
-        found = [VariableSplit(layer, layers.KERNEL, _einsum(layer, "column")[0])]
+        axis = _einsum(layer, "column")[0]
     else:
-        found = [VariableSplit(layer, layers.KERNEL, len(layer.kernel.shape) - 1)]
-    found += lora(layer, found[0].axis)
+        axis = len(layer.kernel.shape) - 1
+    found = [*_kernel(layer, "column", axis), *lora(layer, axis)]
     if layer.bias is None:
         return found
     at = axis_of(layer, "column") if isinstance(layer, keras.layers.EinsumDense) else -1
@@ -46,7 +46,21 @@ def rows(layer: keras.layers.Layer) -> list[VariableSplit]:
         axis = _einsum(layer, "row")[0]
     else:
         axis = len(layer.kernel.shape) - 2
-    return [VariableSplit(layer, layers.KERNEL, axis), *lora(layer, axis)]
+    return [*_kernel(layer, "row", axis), *lora(layer, axis)]
+
+
+def _kernel(layer: keras.layers.Layer, style: str, axis: int) -> list[VariableSplit]:
+    """The splits of what a layer keeps of its kernel, where the kernel of floats is split along an axis."""
+    mode = quantized.mode(layer)
+    if mode == "int4":  # a table of inputs by outputs
+        kept = (layers.KERNEL, "g_idx") if style == "row" else (layers.KERNEL, "kernel_scale", "kernel_zero")
+        values = [(name, getattr(layer, name, None)) for name in kept]
+        along = [(name, 0 if style == "row" else len(value.shape) - 1) for name, value in values if value is not None]
+        return [VariableSplit(layer, name, at) for name, at in along]
+    found = [VariableSplit(layer, layers.KERNEL, axis)]
+    if mode == "int8" and style == "column":  # a scale for each output, in the outputs' axes
+        found.append(VariableSplit(layer, "kernel_scale", len(layer.kernel_scale.shape) + axis_of(layer, "column")))
+    return found
 
 
 def lora(layer: keras.layers.Layer, axis: int) -> list[VariableSplit]:
@@ -56,7 +70,7 @@ def lora(layer: keras.layers.Layer, axis: int) -> list[VariableSplit]:
     """
     if not getattr(layer, "lora_enabled", False):
         return []
-    is_last = axis == len(layers.raw_kernel(layer).shape) - 1
+    is_last = axis == len(quantized.kernel_shape(layer)) - 1
     return [VariableSplit(layer, "lora_kernel_b", 1) if is_last else VariableSplit(layer, "lora_kernel_a", axis)]
 
 
@@ -95,7 +109,7 @@ def axis_of(layer: keras.layers.Layer, how: str) -> int:
 def einsum_size(layer: keras.layers.EinsumDense, how: str) -> int | None:
     """The number of columns or rows; None where the equation has no axis that can be split so."""
     found = _einsum(layer, how)
-    return None if found is None else layer.kernel.shape[found[0]]
+    return None if found is None else quantized.kernel_shape(layer)[found[0]]
 
 
 def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None:
@@ -110,7 +124,7 @@ def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None
     at = side.index(letters[0]) - len(side)
     if how == "column" and layer.bias is not None:
         shape = layer.bias.shape
-        if len(shape) < -at or shape[at] != layer.kernel.shape[kernel.index(letters[0])]:
+        if len(shape) < -at or shape[at] != quantized.kernel_shape(layer)[kernel.index(letters[0])]:
             return None
     return kernel.index(letters[0]), at
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import layers as layers_private
+from tfgpu.compat import quantized
 from tfgpu.compat.keras import in_symbolic_scope
 from tfgpu.compat.patch import override
 from tfgpu.core import step_context
@@ -91,7 +91,8 @@ def directly(layer: keras.layers.Layer, dropout: keras.layers.Layer | None) -> I
 
 def _intercept(block: Block, style, sublayer: keras.layers.Layer) -> None:
     """Makes a sublayer ask the pass of its block what to compute."""
-    stock = sublayer.call
+    name = quantized.call_name(sublayer)
+    stock = getattr(sublayer, name)
 
     @functools.wraps(stock)
     def call(*args, **kwargs):
@@ -100,7 +101,7 @@ def _intercept(block: Block, style, sublayer: keras.layers.Layer) -> None:
             return stock(*args, **kwargs)
         return now.sublayer(sublayer, style, stock, args, kwargs)
 
-    override(sublayer, "call", call, by=__name__)
+    override(sublayer, name, call, by=__name__)
 
 
 @dataclass
@@ -151,7 +152,7 @@ class _Run:
         changed = dict(self.block.counts) | ({"add_loss": lambda loss: None} if at else {})
         with contextlib.ExitStack() as outer:
             outer.enter_context(device_placement.scope(self.placements[at]))
-            outer.enter_context(attributes(self.block.layer, changed))
+            outer.enter_context(local_shards.attributes(self.block.layer, changed))
             now = _Pass(self, at)
             outer.enter_context(_now.set_to(now))
             outer.callback(now.close_region)
@@ -267,7 +268,7 @@ class _Pass:
         if at == len(entries):
             is_split = style in ("column", "key_value", "row")
             entries.append(_Entry(layer, self._region is not None and style != "whole" and not is_split))
-            if entries[at].is_in_region and layers_private.own_non_trainable(layer):
+            if entries[at].is_in_region and quantized.assigned_variables(layer):
                 raise InputError(
                     f"{layer.name!r} keeps a state, and {self.run.block.path!r} calls it on each device's part. Give "
                     "it the style 'whole' in the plan, if its inputs are whole."
@@ -329,19 +330,3 @@ class _Pass:
             return contextlib.nullcontext()
         axis = style if isinstance(style, int) else style[self.run.block.repeats > 1]
         return rng.sharding(rng.DrawShard(axis, self._at, len(self.run.placements)))
-
-
-@contextlib.contextmanager
-def attributes(layer: keras.layers.Layer, values: Mapping[str, object]) -> Iterator[None]:
-    """In the block, the layer has other attributes."""
-    before = {name: vars(layer)[name] for name in values if name in vars(layer)}
-    for name, value in values.items():
-        object.__setattr__(layer, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                object.__setattr__(layer, name, before[name])
-            else:
-                object.__delattr__(layer, name)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers as layers_private
+from tfgpu.compat import quantized
 from tfgpu.compat.keras import global_seed_generator, tree
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
@@ -120,7 +121,7 @@ def _states(layer: keras.layers.Layer) -> list[keras.Variable]:
     """What a call may change: the seeds of random draws, and variables that were made to be assigned."""
     within = layers_private.layers_within(layer)
     own = {id(v) for each in within for v in layers_private.own_variables(each)}
-    assigned = [v for each in within for v in layers_private.own_non_trainable(each)]
+    assigned = [v for each in within for v in quantized.assigned_variables(each)]
     seeds = global_seed_generator()
     shared = [seeds.state] if seeds is not None else []
     return [variable for variable in layer.variables if id(variable) not in own] + assigned + shared

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import keras
 
 from tfgpu.compat import layers as layers_private
+from tfgpu.compat import quantized
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.tensor import axes, block_plans, split_rules
@@ -181,7 +182,7 @@ def _resolved(path: str, layer: keras.layers.Layer, plan: TensorPlan, ways: int)
 
 def _why_not_again(layer: keras.layers.Layer) -> str | None:
     """Why the `call` of a layer cannot run once more for another device; None where it can."""
-    if layers_private.own_non_trainable(layer):
+    if quantized.assigned_variables(layer):
         return "it keeps a state of its own"
     within = layers_private.layers_within(layer, include_self=False)
     known = {id(variable) for each in within for variable in each.variables}

@@ -6,7 +6,7 @@ of the device that computes. Seeds are drawn once for all devices.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import keras
@@ -74,6 +74,22 @@ def is_computing() -> bool:
 def _computing_device() -> int | None:
     now = _now.get()
     return None if now is None else now.at
+
+
+@contextlib.contextmanager
+def attributes(layer: keras.layers.Layer, values: Mapping[str, object]) -> Iterator[None]:
+    """In the block, the layer has other attributes."""
+    before = {name: vars(layer)[name] for name in values if name in vars(layer)}
+    for name, value in values.items():
+        object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                object.__setattr__(layer, name, before[name])
+            else:
+                object.__delattr__(layer, name)
 
 
 @functools.cache

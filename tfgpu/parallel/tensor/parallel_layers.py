@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import quantized
 from tfgpu.compat.keras import get_mask, in_symbolic_scope, set_mask
 from tfgpu.compat.patch import override
 from tfgpu.core import logits
 from tfgpu.parallel import compiled_calls, device_placement, model_graph
-from tfgpu.parallel.tensor import axes, collectives, losses
+from tfgpu.parallel.tensor import axes, collectives, losses, quantized_splits
 from tfgpu.parallel.tensor.local_shards import computing, draw_seeds_once
 from tfgpu.parallel.tensor.variable_splits import split_variables
 
@@ -151,12 +152,17 @@ class Segment:
 
 def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_placement.DevicePlacement, ...]) -> None:
     """Makes a row-parallel layer accept a list with one part of its input per device."""
-    stock = layer.call
+    name = quantized.call_name(layer)
+    stock = getattr(layer, name)
 
     @functools.wraps(stock)
     def call(inputs, *args, **kwargs):
         if not isinstance(inputs, (list, tuple)):
             return stock(inputs, *args, **kwargs)
+        if quantized.mode(layer) is not None:
+            total = quantized_splits.row_total(layer, stock, inputs, placements)
+            with device_placement.scope(placements[0]):
+                return axes.finished(layer, total)
         terms = []
         for at, (placement, value) in enumerate(zip(placements, inputs, strict=True)):
             with device_placement.scope(placement), computing(at, len(placements), -1, []):
@@ -165,4 +171,4 @@ def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_plac
         with device_placement.scope(placements[0]):
             return axes.finished(layer, collectives.sum_terms(terms))
 
-    override(layer, "call", call, by=__name__)
+    override(layer, name, call, by=__name__)

@@ -2,8 +2,9 @@
 
 import keras
 
+from tfgpu.compat import quantized
 from tfgpu.parallel import model_graph
-from tfgpu.parallel.tensor import axes
+from tfgpu.parallel.tensor import axes, quantized_splits
 
 STYLES = {
     "column": "by its outputs",
@@ -53,7 +54,8 @@ def is_linear(operation) -> bool:
 def sizes(layer: keras.layers.Layer) -> dict[str, tuple[int, str]]:
     """The styles by which a layer can be split: each with the size that the devices divide, and the word for it."""
     if type(layer) is keras.layers.Dense:
-        return {"column": (layer.kernel.shape[1], "outputs"), "row": (layer.kernel.shape[0], "inputs")}
+        inputs, outputs = quantized.kernel_shape(layer)
+        return {"column": (outputs, "outputs"), "row": (inputs, "inputs")}
     if type(layer) is keras.layers.EinsumDense:
         found = {style: (axes.einsum_size(layer, style), f"{style}s") for style in ("column", "row")}
         return {style: size for style, size in found.items() if size[0]}
@@ -93,8 +95,8 @@ def why_not_split(layer: keras.layers.Layer, style: str, ways: int, *, is_planne
     """
     if not layer.built:
         return "it is not built"
-    if getattr(layer, "quantization_mode", None):
-        return "it is quantized"
+    if reason := quantized_splits.why_not_split(layer, style, ways):
+        return reason
     if style == "vocabulary" and getattr(layer, "lora_enabled", False):
         return "it has LoRA"
     if reason := why_not_sharded(layer):

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 
 from tfgpu.compat import keras as keras_private
-from tfgpu.compat import layers, variables
+from tfgpu.compat import layers, quantized, variables
 from tfgpu.compat.patch import override, wrap
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, shard_patches
-from tfgpu.parallel.tensor import axes
+from tfgpu.parallel.tensor import axes, quantized_splits
 from tfgpu.parallel.tensor.axes import VariableSplit
 from tfgpu.parallel.tensor.local_shards import FirstTermBias, LocalShard
 
@@ -43,7 +43,9 @@ def split_variables(
     _replace(layer, shards_of)
     if axes.is_convolution(layer):
         override(layer, "call", functools.partial(axes.convolved, layer), by=__name__)
-    if not getattr(layer, "lora_enabled", False):  # whose class saves the sum of the kernel and LoRA's product
+    if quantized.mode(layer) is not None:
+        quantized_splits.install(layer, splits, len(placements))
+    elif not getattr(layer, "lora_enabled", False):  # whose class saves the sum of the kernel and LoRA's product
         shard_patches.save_merged(layer)
     override(layer, "enable_lora", functools.partial(_refuse, layer, "enable_lora"), by=__name__)
     override(layer, "quantize", functools.partial(_refuse, layer, "quantize"), by=__name__)
