@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tfgpu import cli
-from tfgpu.cli import moved
+from tfgpu.cli import compare_weights, export, moved
 
 HERE = "runs.py"
 
@@ -55,3 +55,28 @@ def test_a_scripts_own_options_may_have_any_name(tmp_path, monkeypatch, capsys):
     assert (
         not ended.value.code and capsys.readouterr().out == "['--config', 'a', '--global-batch', '8', '--help-all']\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (["train", "--lr", "0.1"], "--learning-rate"),
+        (["train", "--batch-size", "8"], "--batch"),
+        (["launch", "--nproc_per_node", "2", HERE], "--workers"),
+    ],
+)
+def test_an_option_of_another_tool_names_ours(words, new, capsys):
+    line = refused(words, capsys)
+    assert f"No such option: {words[1]}. Did you mean {new}? See `tfgpu {words[0]} --help`." in line
+
+
+def test_a_value_that_is_no_number_is_called_so(capsys):
+    line = refused(["launch", "-n", "two", HERE], capsys)
+    assert "This must be a whole number. See" in line and "parse" not in line
+
+
+@pytest.mark.parametrize("words", [["export", "missing", "out"], ["compare", "weights", "missing", "."]])
+def test_a_missing_model_is_refused_before_tensorflow_starts(words, monkeypatch, capsys):
+    for module in (export, compare_weights):
+        monkeypatch.setattr(module, "start_tensorflow", lambda: pytest.fail("TensorFlow was started"))
+    assert "There is nothing at 'missing'. Give " in refused(words, capsys)

@@ -42,7 +42,7 @@ def test_a_recipe_cannot_be_changed():
         ({"precision": "fp16"}, "Choices: auto, float32, tf32, mixed_float16, mixed_bfloat16."),
         ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
         ({"epochs": 0}, "`epochs` should be greater than or equal to 1. Received: 0."),
-        ({"epochs": "three"}, "`epochs` should be a valid integer, unable to parse string as an integer."),
+        ({"epochs": "three"}, "`epochs` should be a whole number. Received: 'three'."),
         ({"epochs": 2.5}, "Received: 2.5."),
         ({"learning_rate": float("nan")}, "`learning_rate` should be a finite number"),
         ({"learning_rate": "-1e-3"}, "`learning_rate` should be greater than 0. Received: '-1e-3'."),

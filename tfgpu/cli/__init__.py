@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 training failed or the doctor found a problem, 2 invali
 saved, 130 interrupted.
 """
 
+import re
 import runpy
 import sys
 import traceback
@@ -77,12 +78,21 @@ def _execute(words: list[str]) -> int:
         if message := error.format_message():  # Empty after the help that a command without arguments prints.
             context = getattr(error, "ctx", None)
             path = context.command_path if context else "tfgpu"
-            moved_to = moved.option(path.removeprefix("tfgpu").strip(), getattr(error, "option_name", None), words)
+            name = getattr(error, "option_name", None)
+            known = [each for option in context.command.params for each in option.opts] if context else []
+            better = moved.option(path.removeprefix("tfgpu").strip(), name, words) or moved.foreign(name, known)
             stop = "" if message.endswith((".", "?", ")")) else "."
-            complain(f"{moved_to or message + stop} See `{path} --help`.")
+            complain(f"{better or _plain(message) + stop} See `{path} --help`.")
         return error.exit_code
     except Exception as error:
         return _complain_of(error, words)
+
+
+def _plain(message: str) -> str:
+    """The parser's message without its words about parsing."""
+    return re.sub(r"Input should be (.*), unable to parse .*", r"This must be \1", message).replace(
+        "a valid integer", "a whole number"
+    )
 
 
 def _complain_of(error: Exception, words: list[str]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_exists, check_json, option, put_json
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.redact import printable
 
@@ -34,6 +34,8 @@ def compare_weights(
     json_to: JsonTo = None,
 ) -> None:
     check_json(json_to)
+    for path in (one, other):
+        check_exists(path, "a run directory, a checkpoint, or a .keras or .weights.h5 file")
     start_tensorflow()
     verification = imported("tfgpu.checkpoint.verification")
     found = verification.verify(one, other, rtol=rtol, atol=atol)

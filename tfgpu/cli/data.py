@@ -32,7 +32,7 @@ app = typer.Typer(
     ),
 )
 def write_data(
-    source: argument(str, "SOURCE", "As for `train --data`."),
+    source: argument(str, "SOURCE", "What to read, as for `tfgpu train --data`."),
     out: argument(Path, "OUT", "The folder for the shards."),
     shards: option(int, "Number of training shards.", metavar="N") = 8,
     name: option(str | None, "Prefix of the file names.", metavar="TEXT") = None,

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_exists, check_json, option, put_json
 from tfgpu.cli.start import imported, start_tensorflow
 
 app = typer.Typer()
@@ -42,6 +42,7 @@ def export(
     json_to: JsonTo = None,
 ) -> None:
     check_json(json_to)
+    check_exists(model, "a .keras file or a run directory")
     start_tensorflow()
     exporting = imported("tfgpu.serving.exporting")
     rows = None if example is None else imported("tfgpu.serving.examples").read(example)

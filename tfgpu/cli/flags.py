@@ -104,6 +104,20 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def check_exists(path: Path, what: str) -> None:
+    """Rejects a path that is not there, before TensorFlow starts.
+
+    Args:
+        path: as it was typed.
+        what: what to give instead.
+
+    Raises:
+        InputError: nothing is there.
+    """
+    if not path.exists():
+        raise InputError(f"There is nothing at {str(path)!r}. Give {what}.")
+
+
 def check_json(json_to: Path | None) -> None:
     """Rejects a file that cannot be written, before the work begins.
 

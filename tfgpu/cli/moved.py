@@ -33,6 +33,20 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 """By command ("" is all): old option -> new. `--json FILE` is an option that no longer takes a value."""
 
+FOREIGN = {
+    "--lr": "--learning-rate",
+    "--batch-size": "--batch",
+    "--out": "--output",
+    "--gpus": "--devices",
+    "--np": "--workers",
+    "--nproc": "--workers",
+    "--nproc-per-node": "--workers",
+    "--num-processes": "--workers",
+    "--num-workers": "--workers",
+    "--nnodes": "--nodes",
+}
+"""What other tools call an option -> its name here, where the command has it."""
+
 
 def command(words: str) -> str | None:
     """What to write instead of an old command.
@@ -42,6 +56,21 @@ def command(words: str) -> str | None:
         '`tfgpu bench input` is now `tfgpu profile input`.'
     """
     return f"`tfgpu {words}` is now `tfgpu {COMMANDS[words]}`." if words in COMMANDS else None
+
+
+def foreign(name: str | None, known: Sequence[str]) -> str | None:
+    """The question that answers an option of another tool.
+
+    Args:
+        name: the option that the parser does not know.
+        known: the options that the command has.
+
+    Example:
+        >>> foreign("--lr", ["--learning-rate", "--list"])
+        'No such option: --lr. Did you mean --learning-rate?'
+    """
+    new = FOREIGN.get((name or "").replace("_", "-"))
+    return f"No such option: {name}. Did you mean {new}?" if new in known else None
 
 
 def option(command: str, name: str | None, words: Sequence[str] = ()) -> str | None:

@@ -56,7 +56,7 @@ class Options:
     loss_chunk: _model(
         int | None, "Pretrained: tokens whose logits are computed at a time [as `tfgpu train` chooses]."
     ) = None
-    batch: _model(int | None, "Global batch [8 per device].") = None
+    batch: _model(int | None, "Examples per step, over all devices [8 per device].") = None
     optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", metavar="NAME|INTEGER") = "adamw"
     precision: _model(str, "Compute precision.", metavar="NAME") = "mixed_bfloat16"
     loss: _model(

@@ -1,6 +1,7 @@
 """The help of commands: what matters first fits a terminal of 80 x 24 characters; `--help-all` shows every option."""
 
 import contextlib
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -162,6 +163,14 @@ def _rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None
     console.print(table)
 
 
+def _wrapped(line: str, width: int) -> str:
+    """An example of a command, on lines that fit and can be pasted together."""
+    if len(line) + 2 <= width:
+        return f"  {line}"
+    lines = textwrap.wrap(line, width - 6, break_long_words=False, break_on_hyphens=False)
+    return " \\\n      ".join(["  " + lines[0], *lines[1:]])
+
+
 def _names(parameter: Any, ctx: Any) -> str:
     """An option as one types it: `--output, -o DIR`."""
     if not isinstance(parameter, TyperOption):
@@ -184,7 +193,7 @@ def _line(parameter: Any, text: str | None) -> str:
         return escape(text)
     said, _, default = f"{parameter.help or ''}{_default(parameter)}".partition(" \\[default: ")
     said = said.partition(". ")[0].partition("; ")[0].rstrip(".")
-    return f"{said}. \\[{default}" if default else f"{said}."
+    return f"{said} \\[{default}." if default else f"{said}."
 
 
 def _default(parameter: Any) -> str:
@@ -212,7 +221,7 @@ def _examples(console: Console, command: Any, ctx: Any, *, whole: bool, left: in
     if shown:
         console.print(f"\n{lines[at]}")
         for line in shown:
-            console.print(f"  {line}", soft_wrap=True)
+            console.print(_wrapped(line, console.width), soft_wrap=True)
     if left and not whole:
         kind = "option" if ctx.parent else "command"
         console.print(f"\n[dim]{ctx.command_path} {_ALL} shows {left} more {kind}{'s' * (left > 1)}.[/]")

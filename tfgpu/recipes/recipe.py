@@ -384,6 +384,9 @@ def _sentence(problem: Any) -> str:
     if problem["type"] == "literal_error":
         return str(unknown(name, problem["input"], choices(name)))
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+    plain = {"int": "a whole number", "float": "a number", "bool": "true or false"}  # pydantic's speaks of parsing
+    if (kind := problem["type"].partition("_")[0]) in plain:
+        message = f"should be {plain[kind]}"
     if not name:
         return f"{message}."
     flag = Recipe.model_fields[name].json_schema_extra.get("flag")
