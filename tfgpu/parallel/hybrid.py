@@ -287,7 +287,7 @@ def _partition(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitionin
         model_graph.functional(model)  # raises if there is no graph
         reasons = "; ".join(f"{layer.path}: {layer.reason}" for layer in found.layers[:3])
         quantized = any("quantized" in layer.reason for layer in found.layers)
-        fix = " What is quantized in this way stays whole: spread the model by `shard(model, 3)` or in a pipeline." * quantized
+        fix = " Spread a model quantized in this way by `shard(model, 3)` or in a pipeline." * quantized
         raise InputError(f"No layer of {model.name!r} can be split into {mesh.tensor} shards ({reasons}).{fix}")
     for graph, calls in found.calls:
         model_graph.replace_calls(graph, calls)

@@ -101,7 +101,7 @@ def _intercept(block: Block, style, sublayer: keras.layers.Layer) -> None:
             return stock(*args, **kwargs)
         return now.sublayer(sublayer, style, stock, args, kwargs)
 
-    override(sublayer, name, call, by=__name__)
+    override(sublayer, name, call, by=__name__, listed="*.call *.quantized_call")
 
 
 @dataclass

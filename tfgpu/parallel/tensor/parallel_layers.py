@@ -171,4 +171,4 @@ def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_plac
         with device_placement.scope(placements[0]):
             return axes.finished(layer, collectives.sum_terms(terms))
 
-    override(layer, name, call, by=__name__)
+    override(layer, name, call, by=__name__, listed="*.call *.quantized_call")
