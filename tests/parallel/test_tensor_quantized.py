@@ -79,6 +79,12 @@ def test_einsum_layers(mode):
     expected, found = one.predict(x, verbose=0), model.predict(x, verbose=0)
     np.testing.assert_allclose(found, expected, rtol=0, atol=0 if mode == "int8" else 1e-5)
     assert model.layers[1].weights[0].shape != one.layers[1].weights[0].shape
+    for each in (one, model):
+        with each.distribute_strategy.scope():
+            each.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        each.fit(x, x, epochs=2, verbose=0)
+    for mine, other in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
 def attention(mode):

@@ -31,21 +31,30 @@ def is_flat(layer: keras.layers.Layer) -> bool:
     return hasattr(layer, "_int4_block_size")
 
 
-def part_of_flat(layer: keras.layers.Layer, axis: int, ways: int) -> dict[str, object]:
-    """By name, the attributes of an int4 layer that computes with a part of its kernel.
+def open_axis(layer: keras.layers.Layer, axis: int) -> None:
+    """Lets an int4 layer take a part of its kernel for the kernel, also in the gradient, which is computed later.
 
     Args:
         layer: its kernel has its inputs first, and then its outputs.
-        axis: of the table: 0 for a part of the inputs, 1 of the outputs.
+        axis: of the table: 0 where the inputs are split, 1 where the outputs are.
+    """
+    if isinstance(layer, keras.layers.EinsumDense):
+        shape = list(layer.original_kernel_shape)
+        shape[len(layer._kernel_reduced_axes) if axis else 0] = -1
+        object.__setattr__(layer, "original_kernel_shape", tuple(shape))
+
+
+def part_of_flat(layer: keras.layers.Layer, axis: int, ways: int) -> dict[str, int]:
+    """By name, the sizes of an int4 layer that computes with a part of its table.
+
+    Args:
+        layer: as for `open_axis`.
+        axis: as there.
         ways: how many parts there are.
     """
-    if isinstance(layer, keras.layers.Dense):
-        name = ("_orig_input_dim", "_orig_output_dim")[axis]
-        return {name: getattr(layer, name) // ways}
-    shape, at = list(kernel_shape(layer)), len(layer._kernel_reduced_axes) if axis else 0
-    shape[at] //= ways
-    name = ("_int4_rows", "_int4_unpacked_column_size")[axis]
-    return {"original_kernel_shape": tuple(shape), name: getattr(layer, name) // ways}
+    dense, einsum = ("_orig_input_dim", "_orig_output_dim"), ("_int4_rows", "_int4_unpacked_column_size")
+    name = (dense if isinstance(layer, keras.layers.Dense) else einsum)[axis]
+    return {name: getattr(layer, name) // ways}
 
 
 def summed_axes(layer: keras.layers.Layer) -> int | tuple[int, ...]:

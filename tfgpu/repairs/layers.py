@@ -61,6 +61,7 @@ def compute_on_stand_in_rows() -> None:
 
     _compute_ctc()
     _compute_ctc_of_tensorflow()
+    _decode_ctc_of_tensorflow()
     _reduce_sparse()
     _take_empty_tensors()
 
@@ -113,6 +114,8 @@ def _compute_ctc_of_tensorflow() -> None:
                 lambda: (sums_of_no_rows(logits, 1), tf.zeros_like(logits)),
             )
 
+
+def _decode_ctc_of_tensorflow() -> None:
     def no_paths(count: int) -> list[tf.Tensor]:
         return [tf.zeros(shape, tf.int64) for shape in ((0, 2), (0,), (2,)) for _ in range(count)]
 

@@ -56,6 +56,7 @@ def install(layer: keras.layers.Layer, splits: Sequence[VariableSplit], ways: in
     if quantized.mode(layer) == "int4":
         (axis,) = (split.axis for split in splits if split.attribute == layers.KERNEL)
         part, stock = quantized.part_of_flat(layer, axis, ways), layer.quantized_call
+        quantized.open_axis(layer, axis)
 
         @functools.wraps(stock)
         def call(*args, **kwargs):
