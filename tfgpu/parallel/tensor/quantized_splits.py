@@ -32,7 +32,7 @@ def why_not_split(layer: keras.layers.Layer, style: str, ways: int) -> str | Non
     quantizer = layer.inputs_quantizer
     if style == "row" and quantizer is not None:
         if mode != "int8" or type(quantizer) is not keras.quantizers.AbsMaxQuantizer:
-            return f"its inputs are quantized by a {type(quantizer).__name__}"
+            return f"its inputs are quantized by {type(quantizer).__name__}"
     return _why_not_in_int4(layer, style, ways) if mode == "int4" else None
 
 
