@@ -19,10 +19,12 @@ class Hand:
     Args:
         task: what to do.
         xla: compile the step; on one device.
+        slices: keep the gradients of embeddings in slices, as one device's optimizer receives them.
     """
 
-    def __init__(self, task: Task, *, xla: bool = False):
+    def __init__(self, task: Task, *, xla: bool = False, slices: bool = False):
         feeds.prepare(task)
+        self._slices = slices
         self._task, self._strategy = task, self._make_strategy(task)
         self._replicas = self._strategy.num_replicas_in_sync
         self._here = self._replicas // (task.topology.processes if self._replicas > 1 else 1)
@@ -91,8 +93,9 @@ class Hand:
             loss = tf.reduce_mean(_cross_entropy(y, logits))
             share = loss / self._replicas
         gradients = tape.gradient(share, self._variables)
-        if self._replicas > 1:
-            # An embedding's comes in slices, which are gathered one by one; a small one is better off whole.
+        if self._replicas > 1 and not self._slices:
+            # An embedding's comes in slices, which are gathered one by one; a small one is faster whole, but Adam's
+            # squares then differ from one device's.
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         self._optimizer.apply_gradients(zip(gradients, self._variables, strict=True))
         self._loss.update_state(loss)

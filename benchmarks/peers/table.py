@@ -60,7 +60,8 @@ TOPOLOGIES = {
     )
 }
 _ALL = tuple(TOPOLOGIES)
-_COMPARED = ("one", "mirrored-2", "workers-2")
+_SEVERAL = ("mirrored-2", "workers-2")
+_COMPARED = ("one", *_SEVERAL)
 _STOCK = {"TFGPU_REPAIR": "0"}
 _TORCH = {"packages": ("torch",), "own_python": True}
 REFERENCE = "hand"
@@ -71,6 +72,7 @@ PEERS = {
         Peer("hand", "hand-written TensorFlow", "by_hand:Hand", _ALL),
         Peer("tfgpu-fit", "tfgpu `fit`", "by_keras:Fit", _ALL, {"repaired": True}),
         Peer("tfgpu-loop", "tfgpu loop", "by_hand:Repaired", _ALL),
+        Peer("hand-slices", "hand-written TensorFlow, slices", "by_hand:Hand", _SEVERAL, {"slices": True}),
         Peer("hand-xla", "hand-written TensorFlow, XLA", "by_hand:Hand", ("one",), {"xla": True}),
         Peer("tfgpu-fit-xla", "tfgpu `fit`, XLA", "by_keras:Fit", ("one",), {"repaired": True, "xla": True}),
         Peer("stock-fit", "stock Keras `fit`", "by_keras:Fit", _COMPARED, environment=_STOCK),

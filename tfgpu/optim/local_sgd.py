@@ -7,8 +7,8 @@ state, as in post-local SGD and DiLoCo, until the model is read: at the end of a
 
 With `every=1` the replicas communicate after each update anyway, so the forward pass communicates too
 (BatchNormalization's moments, divisors of masks): with SGD the result is that of one device. Otherwise the forward pass
-uses a replica's own rows. Layers that mix the rows of a batch (MixUp, circle loss), and integers or sums that a layer
-assigns, are always computed from all rows.
+uses a replica's own rows, also in layers and losses that mix the rows of a batch (MixUp, circle loss). Integers or sums
+that a layer assigns are always those of all rows.
 """
 
 import contextlib
