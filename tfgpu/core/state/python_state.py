@@ -189,9 +189,9 @@ class Kept:
         elif isinstance(thing, types.FunctionType):
             self._look_at_function(thing)
         elif isinstance(thing, tuple):
-            self._left += thing
+            self._left.extend(thing)  # `+=` would fail for a tuple that TensorFlow wraps
         elif (parts := _parts_of_wrapper(thing)) is not None:
-            self._left += parts
+            self._left.extend(parts)
             self._look_at_wrapper(thing)
         else:
             self._look_at_object(thing)

@@ -57,7 +57,7 @@ def _held(values: Iterable) -> Iterator[keras.Optimizer | keras.Metric]:
         if isinstance(value, keras.Optimizer):
             left += vars(value).values()
         elif isinstance(value, (list, tuple)):
-            left += value
+            left.extend(value)  # not `+=`: a tuple of layers is one that TensorFlow wraps
         elif isinstance(value, dict):
             left += value.values()
 
