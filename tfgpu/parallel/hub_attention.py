@@ -238,7 +238,7 @@ class _Blocks(blockwise.Loop):
         self._state = remat.copied_call_state()
 
     def backward(self, given: Sequence[tf.Tensor], upstream: tf.Tensor) -> list[tf.Tensor]:
-        with remat.call_state(self._state), block_run.attributes(self._layer, self._counts):
+        with remat.call_state(self._state), local_shards.attributes(self._layer, self._counts):
             return super().backward(given, upstream)
 
     def _block(self, at, query, key, value, others: Sequence[tf.Tensor]) -> tf.Tensor:

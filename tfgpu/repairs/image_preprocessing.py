@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, collectives, replication, step_context
-from tfgpu.core.randomness import rng
+from tfgpu.core.randomness import rng, row_draws
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -31,6 +31,19 @@ def mix_whole_batch() -> None:
                     return stock(self, data, training=training)
                 mixed = stock(self, tf.nest.map_structure(_whole, data), training=training)
             return tf.nest.map_structure(lambda table: _own(table, pictures), mixed)
+
+    @wrap("keras.layers.RandomGaussianBlur.get_random_transformation")
+    def transformation(stock, self, data, training=True, seed=None):
+        pictures, rows = data["images"] if isinstance(data, dict) else data, row_draws.held_rows()
+        if rows is None or len(pictures.shape) != 4 or not training:
+            return stock(self, data, training, seed)
+        # It draws two numbers for all images, which on two rows would be taken for one number each.
+        count = tf.shape(pictures)[0]
+        an_example = tf.maximum(count // tf.maximum(rows.local, 1), 1)
+        with rng.same_on_all_replicas():
+            found = stock(self, tf.zeros([rows.total * an_example, 1, 1, 1]), training, seed)
+        own = tf.slice(found["should_apply_blur"], [rows.offset * an_example], [count])
+        return {**found, "should_apply_blur": tf.ensure_shape(own, pictures.shape[:1])}
 
     @wrap("Equalization.custom_histogram_fixed_width")
     def histogram(stock, self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Ragged rows that become dense: padded to the longest row of the batch, as on one device, not of the replica."""
+"""Rows that are padded: to the longest row of the batch, as on one device, not of the replica."""
 
 import logging
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def pad_to_longest_row() -> None:
-    """Makes `RaggedTensor.to_tensor` and `to_sparse` pad to the longest row of all replicas.
+    """Makes `RaggedTensor.to_tensor`, `to_sparse` and `tf.sequence_mask` pad to the longest row of all replicas.
 
     Keras's `TextVectorization` and layers that get ragged rows use it. Padding changes what has no mask: means over
     positions, convolutions, attention.
@@ -46,15 +46,35 @@ def pad_to_longest_row() -> None:
         shape = tf.concat([found.dense_shape[:1], tf.cast(_longest(self), tf.int64)], 0)
         return tf.SparseTensor(found.indices, found.values, shape)
 
+    @wrap("tf.sequence_mask")
+    def sequence_mask(stock, lengths, maxlen=None, dtype=tf.bool, name=None):
+        if maxlen is None and _are_rows():
+            if gathering.can_meet():
+                lengths = tf.convert_to_tensor(lengths)
+                own = tf.maximum(tf.reduce_max(tf.cast(lengths, tf.float32)), 0.0)
+                maxlen = tf.cast(_over_replicas(own), lengths.dtype)
+            else:
+                _tell_apart()
+        return stock(lengths, maxlen, dtype, name)
+
 
 def _is_own(rows: tf.RaggedTensor) -> bool:
     """Whether these are a replica's rows of a batch."""
-    return gathering.may_meet() and not step_context.current().is_trying and rows.shape.rank is not None
+    return _are_rows() and rows.shape.rank is not None
+
+
+def _are_rows() -> bool:
+    """Whether what has rows here has a replica's rows of a batch."""
+    return gathering.may_meet() and not step_context.current().is_trying
 
 
 def _longest(rows: tf.RaggedTensor) -> tf.Tensor:
     """The largest size of each axis but the first, over all replicas."""
-    own = tf.cast(rows.bounding_shape()[1:], tf.float32)
+    return _over_replicas(tf.cast(rows.bounding_shape()[1:], tf.float32))
+
+
+def _over_replicas(own: tf.Tensor) -> tf.Tensor:
+    """The largest of the replicas' numbers, or of each."""
     (table,) = collectives.sum_small([travel.at_own_place(own)])
     return tf.reduce_max(table, 0)
 
@@ -64,6 +84,7 @@ def _tell_apart() -> None:
     if "ragged rows" not in told:
         told.add("ragged rows")
         _log.warning(
-            "Ragged rows become dense in a condition, a loop or a tf.function, where replicas cannot communicate: each "
-            "replica pads to its own longest row. Do that outside, or call `to_tensor` with a `shape`."
+            "Rows are padded in a condition, a loop or a tf.function, where replicas cannot communicate: each replica "
+            "pads to its own longest row. Do that outside, or call `to_tensor` with a `shape` (`tf.sequence_mask` with "
+            "`maxlen`)."
         )
