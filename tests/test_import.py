@@ -1,6 +1,8 @@
 """The layering: which module may import which, what starts TensorFlow, where Keras's private names may appear."""
 
 import ast
+import contextlib
+import importlib
 import json
 import re
 import subprocess
@@ -280,6 +282,29 @@ def test_a_public_function_stays_where_its_module_has_the_same_name():
         "assert tfgpu.data.names.parse_source('digits').kind == 'digits'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=550)
+
+
+def _missing(path: Path) -> Iterator[str]:
+    """Names that a file takes of the package's modules, and that these do not have."""
+    tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tfgpu":
+            for each in node.names:
+                with contextlib.suppress(ModuleNotFoundError):  # a function or a class; else Python itself would fail
+                    found = importlib.import_module(f"{node.module}.{each.name}")
+                    modules[each.asname or each.name] = found
+    rebound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in rebound:
+            module = modules.get(node.value.id)
+            if module is not None and not hasattr(module, node.attr):
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {module.__name__} has no {node.attr}"
+
+
+def test_what_a_file_takes_of_another_module_is_there():
+    """A function that moved is missed at run time only, perhaps in a path that needs a library or a GPU."""
+    pytest.importorskip("tensorflow")
+    assert [found for path in sorted(PACKAGE.rglob("*.py")) for found in _missing(path)] == []
 
 
 def test_a_package_travels_by_its_name():

@@ -210,6 +210,16 @@ def test_lists_that_tensorflow_wraps(kind):
     assert owner.seen == ["a", "c"]
 
 
+def test_tuples_that_tensorflow_wraps():
+    owner = OwnModule()
+    owner.weights = tf.Variable(0.0), [1]
+    kept = Kept([owner])
+    owner.weights[1].append(2)
+    assert any(owner.weights[0] is each for each in kept.variables)
+    kept.put_back()
+    assert owner.weights[1] == [1]
+
+
 def test_what_keras_locks_is_no_change():
     model, optimizer = keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.Adam()
     kept = Kept([model, optimizer])

@@ -102,6 +102,37 @@ def test_sparse_words_are_padded_to_the_longest_of_the_batch():
     np.testing.assert_array_equal(found(two), found(tf.distribute.get_strategy()))
 
 
+class Attends(keras.Model):
+    """Attention over each row's vectors, with a mask as wide as the batch's longest row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = keras.layers.Embedding(6, 4), keras.layers.Dense(3)
+        self.attention = keras.layers.MultiHeadAttention(2, 3)
+
+    def call(self, rows):
+        mask = tf.sequence_mask(rows.row_lengths())
+        vectors = self.table(rows.to_tensor())
+        seen = self.attention(vectors, vectors, attention_mask=mask[:, None])
+        return self.head(tf.reduce_sum(seen * tf.cast(mask, tf.float32)[..., None], 1))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_mask_of_lengths_is_as_wide_as_the_longest_row_of_the_batch(replicas):
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = tfgpu.by_rows(Attends)()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        losses = model.fit(ROWS, Y, batch_size=4, shuffle=False, verbose=0).history["loss"]
+        return [*model.get_weights(), losses]
+
+    several = tfgpu.strategy("mirrored", devices=[f"CPU:{at}" for at in range(replicas)])
+    for one, other in zip(trained(tf.distribute.get_strategy()), trained(several), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("eagerly", [False, True])

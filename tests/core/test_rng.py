@@ -297,6 +297,24 @@ def test_each_layer_equals_one_device(name):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+def test_a_blur_draws_its_strength_once_where_replicas_have_two_rows(eagerly):
+    values, reference = rows(8, 6, 5, 3), LAYERS["RandomGaussianBlur"]()
+    expected = reference(values, training=True)
+    strategy = mirrored(4)
+    with strategy.scope():
+        layer = LAYERS["RandomGaussianBlur"]()
+
+    def run(x):
+        return strategy.run(lambda part: layer(part, training=True), args=(x,))
+
+    parts = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(values[2 * context.replica_id_in_sync_group :][:2])
+    )
+    got = (run if eagerly else tf.function(run))(parts)
+    np.testing.assert_allclose(np.concatenate([part.numpy() for part in got.values]), expected, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_rnn_dropout_equals_one_device():
     def make():

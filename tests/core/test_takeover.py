@@ -194,3 +194,39 @@ def test_an_optimizer_that_assigns_in_build_is_named(optimizer, is_named, caplog
     with caplog.at_level("WARNING", logger="tfgpu"):
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     assert ("assigns to variables in `build`" in caplog.text) is is_named
+
+
+class Pair(keras.Model):
+    """Holds layers, and a metric that was made outside the scope, in tuples and a dictionary, which TensorFlow wraps."""
+
+    def __init__(self, metric):
+        super().__init__()
+        self.layers_of = keras.layers.Dense(3, "tanh"), {"head": (keras.layers.Dense(1),)}
+        self.seen = (metric,)
+
+    def call(self, x):
+        first, others = self.layers_of
+        return others["head"][0](first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.seen[0].update_state(tf.abs(y))
+        return {"seen": self.seen[0].result()}
+
+
+def test_what_a_model_holds_in_tuples():
+    def trained(strategy):
+        metric = keras.metrics.Mean("seen")
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = Pair(metric)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        return [*model.fit(X, Y, batch_size=6, shuffle=False, verbose=0).history["seen"], *model.get_weights()]
+
+    two = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    for one, other in zip(trained(tf.distribute.get_strategy()), trained(two), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
