@@ -197,7 +197,7 @@ def test_an_optimizer_that_assigns_in_build_is_named(optimizer, is_named, caplog
 
 
 class Pair(keras.Model):
-    """Holds layers, and a metric that was made outside the scope, in tuples and a dictionary, which TensorFlow wraps."""
+    """Holds layers, and a metric made outside the scope, in tuples and a dictionary, which TensorFlow wraps."""
 
     def __init__(self, metric):
         super().__init__()
