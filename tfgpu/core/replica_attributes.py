@@ -12,14 +12,13 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-import keras
 import tensorflow as tf
 
 from tfgpu.compat.keras import call_context
 from tfgpu.compat.layers import layers_within
 from tfgpu.compat.patch import wrap
 from tfgpu.core import replication, step_context
-from tfgpu.core.state import python_state
+from tfgpu.core.state import python_places, python_state
 
 _log = logging.getLogger(__name__)
 _state = step_context.Slot("replica_attributes.state")
@@ -197,7 +196,7 @@ def _snapshot(attributes: dict) -> dict[str, tuple]:
 
 
 def _is_tensor(value) -> bool:
-    return tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable, tf.distribute.DistributedValues))
+    return isinstance(value, python_places.TENSORS)
 
 
 def _holds_tensors(value) -> bool:

@@ -29,6 +29,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, collectives, replication, step_context, travel, worker_rows
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.sparse import index_origin
+from tfgpu.core.state import python_places
 from tfgpu.core.step_context import RowRange, Step
 from tfgpu.errors import InputError
 
@@ -307,9 +308,8 @@ def _gathered_attributes(whole: WholeBatch, layer: keras.layers.Layer, held, row
     yield
     for each, was in zip(own, before, strict=True):
         for name, value in list(vars(each).items()):
-            if value is was.get(name) or not tf.is_tensor(value) or isinstance(value, (tf.Variable, keras.Variable)):
-                continue
-            vars(each)[name] = _of_batch(whole, value, held, rows)
+            if value is not was.get(name) and isinstance(value, python_places.TENSORS):
+                vars(each)[name] = _of_batch(whole, value, held, rows)
 
 
 def _seed(target, given, count: int):

@@ -24,6 +24,8 @@ OF_KERAS = (
 )
 """Objects of Keras's, of which attributes and settings are looked at."""
 CONTAINERS = dict, list, set, collections.deque
+TENSORS = tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType
+"""For attributes of any kind: `tf.is_tensor` would run an object's own `__getattr__`, which may raise."""
 OWN_STATE = "_tfgpu"
 """See `compat.slots`."""
 ABSENT = object()

@@ -18,6 +18,7 @@ from tfgpu.compat import variables
 
 _LIBRARIES = ("keras", "tensorflow", "tfgpu", "numpy", "builtins", "functools")
 _NUMBERS, _THINGS = 12, 200
+_TF_FUNCTION = tf.types.experimental.PolymorphicFunction
 
 
 @dataclass
@@ -118,7 +119,7 @@ def _parts(thing: object) -> list:
         return list(thing.co_consts)
     if isinstance(thing, types.FunctionType):
         return _of_function(thing)
-    if hasattr(thing, "python_function"):  # a tf.function
+    if isinstance(thing, _TF_FUNCTION):  # not by `hasattr`, which would run an object's own `__getattr__`
         return [thing.python_function]
     if isinstance(thing, (type, types.ModuleType)):
         return []
@@ -126,7 +127,7 @@ def _parts(thing: object) -> list:
         return []
     attributes = [value for name, value in getattr(thing, "__dict__", {}).items() if not name.startswith("_tfgpu")]
     methods = [value for cls in type(thing).__mro__ if not _is_of_library(cls) for value in vars(cls).values()]
-    return attributes + [each for each in methods if inspect.isfunction(each) or hasattr(each, "python_function")]
+    return attributes + [each for each in methods if inspect.isfunction(each) or isinstance(each, _TF_FUNCTION)]
 
 
 def _of_function(function: types.FunctionType) -> list:

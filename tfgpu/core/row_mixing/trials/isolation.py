@@ -22,7 +22,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.core import replication, step_context
 from tfgpu.core.row_mixing.trials.step_recorder import Recorder
-from tfgpu.core.state import layer_state, python_state
+from tfgpu.core.state import layer_state, python_places, python_state
 from tfgpu.core.state.trial_scope import Apart
 from tfgpu.core.step_context import RowRange, Step
 from tfgpu.errors import InputError
@@ -175,5 +175,5 @@ def tensors_in(things: Iterable[object]) -> dict[tuple[int, str], tf.Tensor]:
         (at, name): value
         for at, thing in enumerate(things)
         for name, value in vars(thing).items()
-        if tf.is_tensor(value) and not isinstance(value, (tf.Variable, keras.Variable, tf.distribute.DistributedValues))
+        if isinstance(value, python_places.TENSORS)
     }
