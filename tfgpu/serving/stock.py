@@ -199,8 +199,11 @@ def _in_keras(layer: keras.layers.Layer) -> keras.layers.Layer:
     """A new layer of Keras's own with the same outputs."""
     if isinstance(layer, ClassToken):
         length, width = layer.output.shape[1:]
-        padding = keras.layers.ZeroPadding1D((1, 0), dtype=layer.dtype_policy)
-        return keras.Sequential([padding, _bias((length, width), layer.dtype_policy, "token")], name=layer.name)
+        # Named, since names that Keras chooses differ from copy to copy.
+        patches = keras.Input((length - 1, width), dtype=layer.compute_dtype, name="patches")
+        padding = keras.layers.ZeroPadding1D((1, 0), dtype=layer.dtype_policy, name="padding")
+        parts = [patches, padding, _bias((length, width), layer.dtype_policy, "token")]
+        return keras.Sequential(parts, name=layer.name)
     if isinstance(layer, PositionEmbedding):
         return _bias(layer.positions.shape, layer.dtype_policy, layer.name)
     return type(layer).from_config(layer.get_config())

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.core import replication, step_context
+from tfgpu.core.row_mixing.trials import kernel_errors
 from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 from tfgpu.core.state import layer_state, python_places, python_state
 from tfgpu.core.state.trial_scope import Apart
@@ -79,7 +80,7 @@ def run(function: Callable[[], Any]) -> Any:
         except BaseException as error:
             found.append((None, error))
 
-    with tf.init_scope():
+    with tf.init_scope(), kernel_errors.hidden():
         thread = threading.Thread(target=work, name="tfgpu trial")
         thread.start()
         thread.join()

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfgpu.compat import variables
 from tfgpu.core import step_context
 from tfgpu.core.row_mixing.row_sums import Meets
-from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
+from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation, kernel_errors
 from tfgpu.core.state import layer_state
 
 _ROWS = 6  # in parts of a third and two
@@ -98,6 +98,7 @@ class LossTrial:
                 step_context.scope(is_trying=True),
                 tf.init_scope(),
                 isolation.kept_draws(),
+                kernel_errors.hidden(),
                 self._captured.preserving_variables(),
                 isolation.unchanged(self._owner, layers=()) as self._kept,
             ):

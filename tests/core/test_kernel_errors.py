@@ -1,0 +1,77 @@
+"""What a trial's failures write does not reach the screen; all else does."""
+
+import subprocess
+import sys
+
+from tfgpu.core.row_mixing.trials import kernel_errors
+
+SCRIPT = """
+import numpy as np, tensorflow as tf, keras, tfgpu
+
+devices = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+x, y = np.ones((12, 4), "float32"), np.arange(12) % 3
+
+class Own(keras.losses.Loss):
+    def call(self, y, logits):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(tf.reshape(y, [-1]), tf.int32), logits)
+
+with strategy.scope():
+    model, loss = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), Own()
+    model.compile("sgd", loss)
+model.fit(x, y, batch_size=8, verbose=0)
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)) / 8
+    weights = model.trainable_variables
+    model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+
+run = tf.function(lambda *batch: strategy.run(step, args=batch))
+for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(8)):
+    run(*batch)
+"""
+
+
+def screen_of(code, tmp_path, **variables):
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "TFGPU_CACHE": str(tmp_path), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_label_that_a_loss_does_not_take_is_not_named_on_the_screen(tmp_path):
+    assert "outside the valid range" not in screen_of(SCRIPT, tmp_path)
+
+
+def test_it_is_where_all_is_asked_for(tmp_path):
+    assert "outside the valid range" in screen_of(SCRIPT, tmp_path, TF_CPP_MIN_LOG_LEVEL="0")
+
+
+def test_all_else_is_shown(tmp_path):
+    code = (
+        "import os, sys\n"
+        "from tfgpu.core.row_mixing.trials.kernel_errors import hidden\n"
+        "lines = ['W0000 00:00:1.2 3 op_kernel.cc:18] failed', 'E0000 00:00:1.2 3 pool.cc:1] kept']\n"
+        "with hidden():\n"
+        "    with hidden():\n"
+        "        os.write(2, '\\n'.join([*lines, '']).encode())\n"
+        "    print('said', file=sys.stderr)\n"
+        "print(lines[0], file=sys.stderr)\n"
+        "with hidden():\n"
+        "    os.write(2, b'last words')\n"
+        "    os._exit(0)\n"
+    )
+    expected = ["E0000 00:00:1.2 3 pool.cc:1] kept", "said", "W0000 00:00:1.2 3 op_kernel.cc:18] failed", "last words"]
+    shown = screen_of(code, tmp_path).splitlines()
+    assert [line for line in shown if line in expected] == expected
+
+
+def test_a_process_without_a_screen(monkeypatch):
+    def closed(descriptor):
+        raise OSError
+
+    monkeypatch.setattr(kernel_errors.os, "dup", closed)
+    with kernel_errors.hidden():
+        pass
