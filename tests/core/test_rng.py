@@ -154,7 +154,12 @@ def test_xla_draws_what_one_device_with_xla_draws(name, dtype):
     with mirrored(3).scope():
         generator = keras.random.SeedGenerator(5)
     got = spread(draw(generator), rows(6, 3), (2, 1, 3), jit=True)
-    same(got, alone(draw(reference), rows(6, 3), jit=True))
+    expected = alone(draw(reference), rows(6, 3), jit=True)
+    if name in ("normal", "truncated_normal"):  # XLA's inverse error function rounds by a number's place in a vector
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got.astype("float32"), expected.astype("float32"), rtol=1e-6)
+    else:
+        same(got, expected)
 
 
 def test_a_generator_with_state_advances_once_per_step():

@@ -60,7 +60,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "core": ("keras.src.backend.tensorflow.ops.core", "keras.src.backend.tensorflow.core"),
     "distribution_lib": ("keras.src.distribution.distribution_lib",),
     "hdf5_format": ("keras.src.legacy.saving.legacy_h5_format",),
-    "image": ("keras.src.backend.tensorflow.image",),
+    "image": ("keras.src.backend.tensorflow.ops.image", "keras.src.backend.tensorflow.image"),
     "keras": ("keras",),
     "keras.config": ("keras.config",),
     "keras.distribution": ("keras.distribution",),
