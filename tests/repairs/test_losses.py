@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
+from tfgpu.compat import keras as private
 from tfgpu.core import step_context
 from tfgpu.core.step_context import RowRange, Step
 
@@ -270,7 +271,7 @@ def test_a_hand_written_loop_divides_by_all_weights(strategy):
 
 def test_a_hand_written_loop_counts_what_no_mask_hides(strategy):
     def masked(y, prediction):
-        keras.src.backend.set_keras_mask(prediction, y[..., 0] > 0)
+        private.set_mask(prediction, y[..., 0] > 0)
         return keras.losses.MeanSquaredError()(y, prediction)
 
     rows = np.stack([np.concatenate([X, X]), np.concatenate([Y, Y])], 1)  # pairs of steps; the second row is hidden
