@@ -1,7 +1,10 @@
 """What a trial's failures write does not reach the screen; all else does."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from tfgpu.core.row_mixing.trials import kernel_errors
 
@@ -68,10 +71,17 @@ def test_all_else_is_shown(tmp_path):
     assert [line for line in shown if line in expected] == expected
 
 
-def test_a_process_without_a_screen(monkeypatch):
-    def closed(descriptor):
-        raise OSError
+def closed(descriptor):
+    raise OSError
 
-    monkeypatch.setattr(kernel_errors.os, "dup", closed)
+
+@pytest.mark.parametrize("lacks", ["a screen", "grep"])
+def test_what_cannot_be_filtered_is_left_as_it_is(lacks, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    monkeypatch.setenv("PATH", "")
+    if lacks == "a screen":
+        monkeypatch.setattr(kernel_errors.os, "dup", closed)
+    before = os.fstat(2)
     with kernel_errors.hidden():
-        pass
+        assert os.path.samestat(os.fstat(2), before)
+    assert os.path.samestat(os.fstat(2), before)
