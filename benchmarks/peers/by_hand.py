@@ -94,8 +94,8 @@ class Hand:
             share = loss / self._replicas
         gradients = tape.gradient(share, self._variables)
         if self._replicas > 1 and not self._slices:
-            # An embedding's comes in slices, which are gathered one by one. Made whole it is summed with the others, but
-            # Adam's squares then differ from one device's.
+            # An embedding's comes in slices, which are gathered one by one. Made whole it is summed with all others,
+            # but Adam's squares then differ from one device's.
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         self._optimizer.apply_gradients(zip(gradients, self._variables, strict=True))
         self._loss.update_state(loss)
