@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -60,7 +61,16 @@ def started(tmp_path, facts, found, clean):
 
 
 def ended(process: subprocess.Popen) -> tuple[str, str]:
-    return process.communicate(timeout=550)
+    """What is left of both streams: `communicate` would lose what `readline` has read ahead."""
+    late = threading.Timer(550, process.kill)
+    late.start()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            out, err = pool.map(lambda stream: stream.read(), (process.stdout, process.stderr))
+        process.wait()
+    finally:
+        late.cancel()
+    return out, err
 
 
 def titles(stream, last: str) -> list[str]:

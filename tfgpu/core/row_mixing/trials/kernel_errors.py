@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_LINES = r"^[IWE][0-9]{4} .*(op_kernel|local_rendezvous)\.cc:[0-9]+\] "
+# Up to TensorFlow 2.19, the level follows the date and the time; since 2.20, it is the line's first letter.
+_LINES = r"^([IWE][0-9]{4}|[0-9-]{10} [0-9:.]+: [IWE]) .*\b(op_kernel|local_rendezvous)\.cc:[0-9]+\] "
 _entered = threading.Lock()
 
 
