@@ -105,6 +105,26 @@ def test_small_numbers_share_the_pack_of_the_gradients():
     assert len(found) == 1
 
 
+def test_small_values_share_one_copy_to_the_host():
+    shapes = [(), (2, 3), (collectives.HOST_PACK_BYTES // 4 + 1,), (0,), (4, 1)]
+    strategy = tfgpu.strategy("mirrored", 2)
+
+    def step():
+        small = tf.IndexedSlices(tf.fill([1, 3], number()), tf.constant([1]), tf.constant([9, 3]))
+        values = [tf.fill(shape, number() + at) for at, shape in enumerate(shapes)]
+        return collectives.all_reduce([*values, small, tf.constant(True), None, tf.constant(2**30, tf.int64)])
+
+    run = tf.function(lambda: strategy.run(step)).get_concrete_function()
+    *sums, slices, truth, number_sum = (strategy.experimental_local_results(each) for each in run() if each is not None)
+    for at, (shape, found) in enumerate(zip(shapes, sums, strict=True)):
+        for each in found:
+            np.testing.assert_array_equal(each, np.full(shape, 2 * at + 1, "float32"))
+    np.testing.assert_array_equal(slices[-1].values, [[0] * 3, [1] * 3])
+    assert (truth[0].dtype, bool(truth[0]), int(number_sum[1])) == (tf.bool, True, 2**31)
+    added = [op for op in run.graph.get_operations() if op.type == "AddN"]
+    assert len(added) == 3, "the float32 values in one, the large one, and the integer's halves"
+
+
 def test_one_replica_sends_nothing():
     def step():
         slices = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([1, 4]), tf.constant([9, 3]))
