@@ -27,7 +27,7 @@ from tfgpu.core import (
 )
 from tfgpu.core.feed import read_ahead, sharded_dataset, shards_ahead
 from tfgpu.core.metric_logs import LogReader
-from tfgpu.core.randomness import row_draws, trace_choices
+from tfgpu.core.randomness import draw_sizes, row_draws, trace_choices
 from tfgpu.core.row_mixing import whole_batch
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.workers.batch_count import BatchCount
@@ -133,7 +133,7 @@ class LoopBuilder:
     def __init__(self, model: keras.Model, step_function: Callable, log_reader: LogReader, meter: traffic.Meter):
         self._model, self._strategy = model, model.distribute_strategy
         self._is_replicated = replication.is_replicated(self._strategy)
-        self._step = training.without_optionals(model, step_function)
+        self._step, self._step_name = training.without_optionals(model, step_function), step_function.__name__
         self._log_reader, self._meter = log_reader, meter
         self.python = replica_attributes.PythonState()
         self._choices: list = []
@@ -282,6 +282,7 @@ class LoopBuilder:
             step_context.scope(step=facts, batch_rows=self.batch_rows, draws_as_xla=row_draws.are_as_xla(self._model)),
             step_context.xla_scope(facts),
             trace_choices.shared(self._choices),
+            draw_sizes.known(draw_sizes.kept(self._model, self._step_name)),
             self._log_reader.recording() as results,
         ):
             step = self._step if step_context.surely_has_rows() else self._step_on_stand_in

@@ -8,12 +8,11 @@ Which draws are per example? A draw's first dimension is compared with the numbe
 
 | first dimension | taken as |
 |---|---|
-| equal to the replica's rows | one row per example |
+| equal to the replica's rows, unless a trial has shown that it is fixed (`draw_sizes`) | one row per example |
 | a multiple of them, known only at run time or from a layer's input | rows flattened, batch first |
 | none; anything else; a Python number while the batch size is known only at run time | same on all replicas |
 
-A layer's input that is made from weights only is not a batch, whatever its shape. A Python number that happens to equal
-the static number of rows is taken for it.
+A layer's input that is made from weights only is not a batch, whatever its shape.
 
 Draws that initialize variables are always the same on all replicas. In a hand-written `strategy.run` the rows are
 those of the first tensor among its distributed arguments; without such arguments, Keras draws as usual.
@@ -35,7 +34,7 @@ from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.distribute import PerReplica
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, batch_sharding, extensions, replica_attributes, replication, step_context
-from tfgpu.core.randomness import row_draws, trace_choices, xla_numbers
+from tfgpu.core.randomness import draw_sizes, row_draws, trace_choices, xla_numbers
 from tfgpu.core.randomness.row_draws import DrawShard, RowDraw
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
 from tfgpu.core.row_mixing import row_sums
@@ -104,7 +103,8 @@ def _wrap_run() -> None:
             rows = batch_rows.given(batch_sharding.num_rows(held), scalar_ways, are_even=are_even)
             if not tf.executing_eagerly():
                 args, kwargs = tf.nest.map_structure(batch_sharding.without_static_zero, (args, kwargs))
-            with python.on_replica(), rows, trace_choices.shared(choices):
+            sizes = draw_sizes.known(draw_sizes.kept(self, code))
+            with python.on_replica(), rows, sizes, trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)

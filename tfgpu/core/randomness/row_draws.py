@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.compat.tensorflow import tensor_util
 from tfgpu.core import batch_rows, step_context
+from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.tensor_origin import DATA, WEIGHTS, origin_of
 
 
@@ -102,8 +103,11 @@ def of_shape(shape, *, follows_input: bool = False) -> RowDraw | None:
     leading, held = static[0], _known(rows.local)
     if leading is not None and held is not None:
         per_example, rest = divmod(leading, held) if held else (0, 1)
-        is_by_example = not rest and (per_example == 1 or follows_input)
-        if not is_by_example:
+        is_row = per_example == 1 and not rest
+        if not follows_input:
+            draw_sizes.note(leading, is_row=is_row)
+            is_row = is_row and not draw_sizes.is_fixed(leading)
+        if not (is_row or (follows_input and not rest)):
             return None
         return RowDraw(shape, static, rows.offset * per_example, leading, rows.total * per_example)
     if leading is not None and not follows_input:

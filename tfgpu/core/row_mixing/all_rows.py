@@ -19,6 +19,8 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, extensions, replica_attributes, step_context
+from tfgpu.core.randomness import draw_sizes
+from tfgpu.core.randomness.draw_sizes import Sizes
 from tfgpu.core.row_mixing import choices, gathering, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import step_recorder
 from tfgpu.core.row_mixing.trials.loss_trial import LossTrial, Needs
@@ -66,8 +68,8 @@ def give_own_losses_all_rows() -> None:
         def of_rows(*rows):
             return keras.ops.convert_to_tensor(function(*rows, **arguments))
 
-        needs = _needs(self, of_rows, f"metric {_name(function)!r}", y_true, y_pred)
-        values = _computed(needs, of_rows, y_true, y_pred)
+        needs, sizes = _needs(self, of_rows, f"metric {_name(function)!r}", y_true, y_pred)
+        values = _computed(needs, sizes, of_rows, y_true, y_pred)
         if not _gives_rows(needs) and values.shape.rank:  # numbers of the batch: over all replicas they count once
             weight = tf.fill(tf.shape(values), tf.cast(batch_rows.known_share(), values.dtype))
             sample_weight = weight if sample_weight is None else sample_weight * weight
@@ -183,8 +185,8 @@ def _of_batch(loss: keras.losses.Loss, function: Callable, name: str, y_true, y_
     """What a loss says of a replica's rows, or of the whole batch where it needs that."""
     if not gathering.may_meet():
         return gathering.part_by_hand(tf.convert_to_tensor(function(y_true, y_pred)), loss.reduction)
-    needs = _needs(loss, function, f"loss {name!r}", y_true, y_pred)
-    values = _computed(needs, function, y_true, y_pred)
+    needs, sizes = _needs(loss, function, f"loss {name!r}", y_true, y_pred)
+    values = _computed(needs, sizes, function, y_true, y_pred)
     if step_context.step() is None:
         values = gathering.part_by_hand(tf.convert_to_tensor(values), loss.reduction)
     if _gives_rows(needs) or loss.reduction not in ("sum", "none", None) or not tf.convert_to_tensor(values).shape.rank:
@@ -194,9 +196,10 @@ def _of_batch(loss: keras.losses.Loss, function: Callable, name: str, y_true, y_
     return part if loss.reduction == "sum" else part + tf.stop_gradient(values - part)
 
 
-def _computed(needs: Needs, function: Callable, y_true, y_pred):
+def _computed(needs: Needs, sizes: Sizes, function: Callable, y_true, y_pred):
     if needs in (Needs.ITS_ROWS, Needs.ITS_MEAN):
-        return function(y_true, y_pred)
+        with draw_sizes.known(sizes):
+            return function(y_true, y_pred)
     gathering.check_can_meet("A loss or metric of your own")
     rows = keras.tree.map_structure(_all_rows, (y_true, y_pred))
     with (
@@ -219,17 +222,17 @@ def _all_rows(rows: tf.Tensor) -> tf.Tensor:
     return found
 
 
-def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
-    """What a function needs: `owner`, the loss or metric that has it, keeps what was found."""
+def _needs(owner, function: Callable, what: str, y_true, y_pred) -> tuple[Needs, Sizes]:
+    """What a function needs, and draws: `owner`, the loss or metric that has it, keeps what was found."""
     choice = choices.of(owner)
     if choice is not None:
         _note(what, choice == choices.ON_ALL_ROWS, "", verdicts.MARKED, (y_true, y_pred))
-        return Needs.ITS_ROWS if choice == choices.BY_ROWS else Needs.ALL_BY_SHAPE
+        return Needs.ITS_ROWS if choice == choices.BY_ROWS else Needs.ALL_BY_SHAPE, Sizes()
     known = vars(slots.of(owner)).setdefault("needs", {})  # of plain values: a copy may go where no tfgpu is
     rows = y_true, y_pred
     tensors = keras.tree.flatten(rows)
     if not all(isinstance(each, tf.Tensor) and each.shape.rank and _is_number(each) for each in tensors):
-        return Needs.ITS_ROWS
+        return Needs.ITS_ROWS, Sizes()
     key = what, *((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
     if key not in known:
         trial = LossTrial(function, rows, owner)
@@ -237,16 +240,17 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
             what.split()[0],
             (owner, code_digest.rows_of(rows)),
             trial.run,
-            lambda found: None if found is None or trial.changes else {"needs": found.name},
+            lambda found: None if found is None or trial.changes or trial.draws.sizes.fixed else {"needs": found.name},
             lambda needs: Needs[needs],
         )
+        draw_sizes.keep(owner, key, trial.draws.sizes)
         known[key] = (_of_unproven(what, trial, rows) if found is None else _told(what, found, rows)).name
         if trial.changes:
             vars(slots.of(owner)).setdefault("changes", {})[key] = sorted(trial.changes)
             strategy, is_eager = tf.distribute.get_strategy(), tf.executing_eagerly()
             replica_attributes.tell(f"The {what}", trial, strategy, is_eager=is_eager)
     replica_attributes.note([owner], slots.get(owner, "changes", {}).get(key, ()), ())
-    return Needs[known[key]]
+    return Needs[known[key]], draw_sizes.kept(owner, key)
 
 
 def _note(what: str, needs_all: bool, why: str, source: str, rows: tuple) -> verdicts.Piece:

@@ -21,6 +21,7 @@ from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, replica_attributes, step_context
+from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, verdicts
 from tfgpu.core.row_mixing.trials import isolation, layer_calls, step_recorder
 from tfgpu.core.row_mixing.trials.layer_calls import Needs
@@ -44,6 +45,12 @@ def give_own_layers_all_rows() -> None:
 
     @wrap("keras.layers.Layer.__call__")
     def call(stock, self, *args, **kwargs):
+        if draw_sizes.are_watched() and (step_context.current().recorder is not None or not is_own(self)):
+            with draw_sizes.of_other_code():
+                return call_known(stock, self, *args, **kwargs)
+        return call_known(stock, self, *args, **kwargs)
+
+    def call_known(stock, self, *args, **kwargs):
         recorder = step_recorder.splitting()
         if recorder is not None and is_own(self):
             return recorder.by_parts(functools.partial(stock, self), args, kwargs)
@@ -56,7 +63,8 @@ def give_own_layers_all_rows() -> None:
         verdict = _needed(self, args, kwargs)
         if verdict.needs is Needs.ALL:
             return _on_all_rows(stock, self, args, kwargs, verdict)
-        with contextlib.nullcontext() if verdict.needs is Needs.ITS_PARTS else _is_proven.set_to(True):
+        is_proven = contextlib.nullcontext() if verdict.needs is Needs.ITS_PARTS else _is_proven.set_to(True)
+        with is_proven, draw_sizes.known(verdict.sizes):
             return stock(self, *args, **kwargs)
 
 
@@ -179,8 +187,10 @@ def _tried(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     """What the trial of a layer finds, in this run or in an earlier one."""
 
     def pack(verdict: Verdict) -> dict | None:
-        is_known = verdict.needs is not Needs.UNKNOWN
-        return dataclasses.asdict(verdict) | {"needs": verdict.needs.name} if is_known else None
+        if verdict.needs is Needs.UNKNOWN or verdict.sizes.fixed:
+            return None
+        found = dataclasses.asdict(verdict) | {"needs": verdict.needs.name}
+        return {name: value for name, value in found.items() if name != "sizes"}
 
     return store.found(
         "layer",

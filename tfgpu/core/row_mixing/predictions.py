@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context, worker_rows
-from tfgpu.core.randomness import row_draws, tensor_origin
+from tfgpu.core.randomness import draw_sizes, row_draws, tensor_origin
 from tfgpu.core.row_mixing import gathering, own_layers, whole_batch
 from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.row_mixing.trials.step_trial import Predictions
@@ -47,7 +47,8 @@ def on_replica(model: keras.Model, step: Callable, data: object, tried: Predicti
     rows, local, place = batch_sharding.rows_and_range(data)
     facts = batch_rows.begin_step(local, place)
     context = step_context.scope(step=facts, draws_as_xla=row_draws.are_as_xla(model))
-    with replica_attributes.of_model(model), context, own_layers.noting_plain_outputs() as plain:
+    sizes = draw_sizes.known(draw_sizes.kept(model, "predict_step"))
+    with replica_attributes.of_model(model), context, sizes, own_layers.noting_plain_outputs() as plain:
         found = whole_batch.run(step, data) if tried.need_whole_batch else step(rows)
         leaves = keras.tree.flatten(found)
         known = tried.have_rows or ()

@@ -14,6 +14,8 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
 from tfgpu.core import nested_graphs
+from tfgpu.core.randomness import draw_sizes
+from tfgpu.core.randomness.draw_sizes import Sizes
 from tfgpu.core.row_mixing import choices
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
@@ -34,6 +36,7 @@ class Verdict:
     generators: tuple[str, ...] = ()  # those of them that hold a generator of random numbers
     counts: tuple[str, ...] = ()  # those of them that hold a number, a text or a container
     is_linear: bool = True  # its gradient is the sum of those of the rows' parts of a loss
+    sizes: Sizes = Sizes()  # of its random draws
 
 
 @dataclass
@@ -99,7 +102,7 @@ class LayerTrial:
         weights = map(sharded_variable.read_variable, layer.variables)
         self._weights = list({id(each): each for each in weights}.values())
         self._close = comparison.close_for(getattr(each, "compute_dtype", None) for each in self._within)
-        self._recorder = Recorder()
+        self._recorder, self._noted = Recorder(), draw_sizes.Noted()
         self._values: list[tf.Tensor] = []
         self._kept: python_state.Kept | None = None
         self._changes: set[str] = set()
@@ -123,7 +126,8 @@ class LayerTrial:
         verdict = found.verdict or Verdict(Needs.UNKNOWN, found.why or draws.TOO_MANY)
         changes = tuple(sorted(self._changes))
         generators, counts = tuple(self._kept.draws(changes)), tuple(self._kept.counts(changes))
-        return dataclasses.replace(verdict, changes=changes, generators=generators, counts=counts)
+        found = {"changes": changes, "generators": generators, "counts": counts, "sizes": self._noted.sizes}
+        return dataclasses.replace(verdict, **found)
 
     def _judged(self, draw: Drawn, sought: Sought = _ALL) -> Verdict | None:
         drawn, rows = draw.tensors, draw.rows
@@ -249,6 +253,7 @@ class LayerTrial:
         with (
             isolation.kept_draws(next(self._runs)),
             shard.held(),
+            self._noted.run(shard.count),
             recorder.set_to(self._recorder),
             layer_state.noting_assignments() as noted,
         ):

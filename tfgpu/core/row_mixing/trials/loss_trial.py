@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfgpu.compat import variables
 from tfgpu.core import step_context
+from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation, kernel_errors
 from tfgpu.core.state import layer_state
@@ -70,6 +71,7 @@ class LossTrial:
     Attributes:
         why: it could not be tried.
         changes, generators, counts: what it changes in Python, as in `part_trial.Tried`.
+        draws: its random draws.
     """
 
     def __init__(self, function: Callable, rows: tuple, owner: object):
@@ -83,6 +85,7 @@ class LossTrial:
         self._gives_one_number = True
         self._assigned: dict[int, tuple] = {}
         self._noted = layer_state.Noted()
+        self.draws = draw_sizes.Noted()
 
     def run(self) -> Needs | None:
         """What the function needs; None where that could not be told, and `why` says why."""
@@ -144,7 +147,8 @@ class LossTrial:
         """What the function gives of rows; what it assigns is noted, and does not stay."""
         count = int(rows[0].shape[0])
         self._kept.put_back()
-        with step_context.as_one_device(count), _Apart() as scope, layer_state.noting_assignments() as self._noted:
+        noting = layer_state.noting_assignments()
+        with step_context.as_one_device(count), self.draws.run(count), _Apart() as scope, noting as self._noted:
             values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
             self.changes |= set(self._kept.changes())
             self._assigned = {

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.core.randomness import draw_sizes
+from tfgpu.core.randomness.draw_sizes import Sizes
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
@@ -47,6 +49,7 @@ class Tried:
         uses_results: it reads results of metrics that it does not return.
         own_reads: paths of metrics' variables that it reads itself.
         scalar_ways: by metric, how it counts one number (`scalar_updates`), in a function that `strategy.run` runs.
+        sizes: of its random draws.
     """
 
     differs: str | None
@@ -61,6 +64,11 @@ class Tried:
     uses_results: bool = False
     own_reads: list[str] = dataclasses.field(default_factory=list)
     scalar_ways: dict[str, str] = dataclasses.field(default_factory=dict)
+    sizes: Sizes = Sizes()
+
+    def kept(self) -> dict | None:
+        """What later runs may read; None where there is more than plain values."""
+        return None if self.sizes.fixed else {k: v for k, v in dataclasses.asdict(self).items() if k != "sizes"}
 
     @property
     def shared(self) -> list[str]:
@@ -96,6 +104,7 @@ class Trial:
         self._has_told = self._one_is_enough = False
         self._asks_for_sizes = False  # of gradients, once
         self._calls = 1  # of the code, one after another in each run
+        self._noted = draw_sizes.Noted()
 
     def run(self) -> Tried:
         """Tries the code.
@@ -105,7 +114,8 @@ class Trial:
         """
         differs, shown = isolation.run(self._found), (self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
         python = self._changes, self._generators, self._counts
-        return Tried(differs, *shown, *python, self._makes, self._uses_results, sorted(self._own_reads))
+        reads, sizes = sorted(self._own_reads), self._noted.sizes
+        return Tried(differs, *shown, *python, self._makes, self._uses_results, reads, sizes=sizes)
 
     def _found(self) -> str | None:
         self._sandbox = isolation.Sandbox(*self._things)

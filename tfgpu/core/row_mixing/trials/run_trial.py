@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import batch_sharding, extensions, replica_attributes, replication, step_context, worker_rows
+from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.row_mixing import choices, row_sums, scalar_updates, verdicts
 from tfgpu.core.row_mixing.trials import captures, comparison, draws
 from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry, drawn_batches
@@ -93,6 +94,7 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
             slots.of(strategy).changes_in_python = slots.get(strategy, "changes_in_python", {}) | kept
             known = slots.get(strategy, "scalar_ways", {})
             slots.of(strategy).scalar_ways = known | {_code(fn): tried_now.scalar_ways}
+            draw_sizes.keep(strategy, _code(fn), tried_now.sizes)
             is_eager = tf.executing_eagerly()
             replica_attributes.tell(name, tried_now, strategy, tried_now.shared, is_eager=is_eager)
             if not differs:
@@ -143,7 +145,7 @@ def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, k
 
 def _kept(found: Tried) -> dict | None:
     """What of a trial later runs may read: metrics may have other names then."""
-    return None if found.scalar_ways else dataclasses.asdict(found)
+    return None if found.scalar_ways else found.kept()
 
 
 def _note(strategy: tf.distribute.Strategy, name: str, becomes: str, why: str, source: str) -> None:
@@ -338,6 +340,7 @@ class _RunTrial(Trial):
         with (
             self._sandbox.around(found, seed) as scope,
             step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers), given_rows=None),
+            self._noted.run(stop - start),
             distribute.as_replicas(self._strategy, count),
             private.functions_run_eagerly(),
             tf.device("CPU:0"),

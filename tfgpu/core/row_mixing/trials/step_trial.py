@@ -7,7 +7,6 @@ put together as replicas put them together, are the whole, the step runs by rows
 """
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import tensorflow as tf
 from tfgpu.compat import layers, slots, training
 from tfgpu.core import nested_graphs, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of, uses_results
+from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.replica_attributes import PythonState
 from tfgpu.core.row_mixing import choices, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import comparison, weights_in_pieces
@@ -137,6 +137,7 @@ class _Question:
             return self._meets()
         self._keep_python(tried, python)
         self._log_reader.sums_results = tried.uses_results
+        draw_sizes.keep(self._model, self._step_function.__name__, tried.sizes)
         if tried.own_reads:
             _log.warning(
                 "%s reads variables of metrics (%s). Each replica has counted its own rows in them. Use the metric's "
@@ -172,7 +173,7 @@ class _Question:
         if self._in_pieces is not None:
             return trial.run()
         things = self._step_function.__name__, self._model, self._spec, given
-        return store.found("step", things, trial.run, dataclasses.asdict, Tried, weights=True)
+        return store.found("step", things, trial.run, Tried.kept, Tried, weights=True)
 
     def _note(self, becomes: str, why: str, source: str, size: int | None = 0) -> verdicts.Piece:
         piece = verdicts.Piece(f"step {self._name[1:-1]}", becomes, why, source, size, self._rows)
@@ -347,6 +348,7 @@ class _StepTrial(Trial):
         with (
             self._sandbox.around(found, seed) as scope,
             step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers)),
+            self._noted.run(stop - start),
             tf.device("CPU:0"),
             contextlib.nullcontext() if self._stand_ins is None else self._stand_ins.seen(scope, piece),
             scope.noting(),
