@@ -284,6 +284,9 @@ def test_a_public_function_stays_where_its_module_has_the_same_name():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=550)
 
 
+_DOTTED = re.compile(r"tfgpu(\.\w+)+")
+
+
 def _missing(path: Path) -> Iterator[str]:
     """Names that a file takes of the package's modules, and that these do not have."""
     tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
@@ -298,13 +301,19 @@ def _missing(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in rebound:
             module = modules.get(node.value.id)
             if module is not None and not hasattr(module, node.attr):
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {module.__name__} has no {node.attr}"
+                yield f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {module.__name__} has no {node.attr}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            owner, _, name = node.value.rpartition(".")
+            with contextlib.suppress(ImportError):  # a class's, or a file's name
+                if not hasattr(importlib.import_module(owner), name):
+                    yield f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {owner} has no {name}"
 
 
 def test_what_a_file_takes_of_another_module_is_there():
     """A function that moved is missed at run time only, perhaps in a path that needs a library or a GPU."""
     pytest.importorskip("tensorflow")
-    assert [found for path in sorted(PACKAGE.rglob("*.py")) for found in _missing(path)] == []
+    paths = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    assert [found for path in sorted(paths) for found in _missing(path)] == []
 
 
 def test_a_package_travels_by_its_name():

@@ -142,7 +142,7 @@ def test_two_and_four_replicas_are_one_device(loss):
 @pytest.mark.slow
 def test_stock_keras_learns_other_weights(monkeypatch):
     """What the repair is for: without it each replica's loss is that of its own rows."""
-    monkeypatch.setattr("tfgpu.core.row_mixing.all_rows._may_meet", lambda: False)
+    monkeypatch.setattr("tfgpu.core.row_mixing.gathering.may_meet", lambda: False)
     with pytest.raises(AssertionError):
         check(lambda: dice)
 
@@ -508,3 +508,61 @@ def test_a_try_leaves_random_numbers_as_they_would_be():
         return ops.mean(ops.square(y - p)) if tf.executing_eagerly() or is_second else draws(y, p)
 
     assert drawn(draws) == drawn(draws_in_the_step_alone)
+
+
+class Focused(keras.losses.Loss):
+    """Rows that are more wrong than the others count more."""
+
+    def __init__(self, of_row):
+        super().__init__()
+        self.of_row = of_row
+
+    def call(self, y_true, y_pred):
+        found = self.of_row(y_true, y_pred)
+        return found * tf.stop_gradient(found / tf.reduce_mean(found))
+
+
+class FocusedStep(keras.Model):
+    of_row = None
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self.of_row(y, self(x, training=True))
+            loss = tf.reduce_mean(found * tf.stop_gradient(found / tf.reduce_mean(found)))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+class Mixed(keras.layers.Layer):
+    """Centers the logits over the batch."""
+
+    def call(self, x):
+        return keras.activations.softmax(x - 0.5 * ops.mean(x, 0))
+
+
+@pytest.mark.parametrize("is_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["loss", "train_step", "layer"])
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_rows_of_other_replicas_have_their_logits(way, activation, is_eager):
+    """Keras's cross-entropies take logits of rows that are sure of a wrong label, whose probability rounds to 0."""
+    of_row = keras.losses.categorical_crossentropy if activation == "softmax" else keras.losses.binary_crossentropy
+    labels = np.eye(3, dtype="float32")[np.arange(22) % 3]
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            inputs = keras.Input((5,))
+            large = keras.initializers.RandomNormal(stddev=40.0, seed=3)
+            hidden = keras.layers.Dense(3, kernel_initializer=large)(inputs)
+            outputs = Mixed()(hidden) if way == "layer" else keras.layers.Activation(activation)(hidden)
+            model = (FocusedStep if way == "train_step" else keras.Model)(inputs, outputs)
+            model.of_row = of_row
+            loss = Focused(of_row) if way == "loss" else keras.losses.CategoricalCrossentropy()
+            model.compile(keras.optimizers.SGD(1e-3), loss, run_eagerly=is_eager)
+        model.fit(X, labels, batch_size=8, shuffle=False, verbose=0)
+        return np.concatenate([each.ravel() for each in model.get_weights()])
+
+    expected = train(tfgpu.strategy("one_device"))
+    np.testing.assert_allclose(train(tfgpu.strategy("mirrored", 2)), expected, rtol=2e-6, atol=1e-5)

@@ -9,7 +9,14 @@ import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
-from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator, MeanMetricWrapper, PyDatasetAdapter
+from tfgpu.compat.keras import (
+    ArrayDataAdapter,
+    CallbackList,
+    EpochIterator,
+    LossFunctionWrapper,
+    MeanMetricWrapper,
+    PyDatasetAdapter,
+)
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
@@ -212,6 +219,11 @@ def wait_for_callbacks(callbacks: CallbackList) -> None:
 def metric_function(metric: MeanMetricWrapper) -> tuple[Callable, dict]:
     """The function of labels and outputs whose mean a metric computes, and its further arguments."""
     return metric._fn, metric._fn_kwargs
+
+
+def loss_arguments(loss: LossFunctionWrapper) -> dict:
+    """What a loss hands to its function besides labels and outputs."""
+    return loss._fn_kwargs
 
 
 def set_metric_function(metric: MeanMetricWrapper, function: Callable) -> None:

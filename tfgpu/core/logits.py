@@ -4,6 +4,7 @@ Keras finds them as an attribute of the activation's output, or as the input of 
 Both are lost when a tensor is copied or concatenated, or is the output of a custom gradient.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -50,6 +51,22 @@ def find(value) -> Logits | None:
     if made_by is not None and made_by.type in _OPERATIONS:
         return Logits(made_by.inputs[0], made_by.type)
     return None
+
+
+def carried(value: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """`change(value)`, for which Keras finds what `change` makes of the logits.
+
+    Args:
+        value: any tensor.
+        change: gathers, cuts or orders rows.
+    """
+    known = find(value)
+    if known is None:
+        return change(value)
+    made_by = value.op if hasattr(value, "graph") else None
+    if made_by is not None and made_by.type in _OPERATIONS and made_by.inputs[0] is known.tensor:
+        return _OPERATIONS[made_by.type](change(known.tensor))
+    return with_logits(change(value), change(known.tensor))
 
 
 def find_all(values: list) -> tuple[list, str] | None:

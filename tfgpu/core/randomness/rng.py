@@ -22,6 +22,7 @@ Where XLA compiles the step of one device, the numbers are those that XLA makes 
 Not repaired: under XLA, TensorFlow's kernels may fold a draw with a constant seed and a static shape into a constant.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 
@@ -54,7 +55,7 @@ def wrap_random_functions() -> None:
         @wrap(f"keras.layers.{layer}.call")
         def call(stock, self, inputs, *args, **kwargs):
             origin = origin_of(inputs)
-            field = "draws_alike" if origin == WEIGHTS else "draws_follow_input"
+            field = "draws_alike" if origin == WEIGHTS or _has_common_noise(self) else "draws_follow_input"
             with step_context.scope(**{field: origin != CONSTANTS}):
                 return stock(self, inputs, *args, **kwargs)
 
@@ -190,6 +191,11 @@ def _wrap_counted() -> None:
 
 
 def _wrap_dropout() -> None:
+    @wrap("keras.layers.Dropout.call")
+    def call(stock, self, *args, **kwargs):
+        with same_on_all_replicas() if _has_common_noise(self) else contextlib.nullcontext():
+            return stock(self, *args, **kwargs)
+
     @wrap("random.dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
         shard = step_context.current().draw_shard
@@ -210,6 +216,12 @@ def _wrap_dropout() -> None:
             return shard.take(_uniform(shard.unsplit(rows), 0, 1, dtype, seed), rows.static)
 
         return tf.nn.experimental.general_dropout(inputs, rate=rate, noise_shape=rows.shape, uniform_sampler=sampler)
+
+
+def _has_common_noise(layer: keras.layers.Layer) -> bool:
+    """Whether all rows get the same noise, which a draw of one row does not show where a replica has one."""
+    shape = getattr(layer, "noise_shape", None)
+    return bool(shape) and shape[0] == 1
 
 
 def _masked(inputs: tf.Tensor, rate: float, rows: RowDraw, shard: DrawShard | None, seed: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, extensions, replica_attributes, step_context
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.draw_sizes import Sizes
-from tfgpu.core.row_mixing import choices, gathering, row_sums, verdicts
+from tfgpu.core.row_mixing import choices, coupled_losses, gathering, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import step_recorder
 from tfgpu.core.row_mixing.trials.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
@@ -42,7 +42,7 @@ def give_own_losses_all_rows() -> None:
 
     @wrap("LossFunctionWrapper.call")
     def call_function(stock, self, y_true, y_pred):
-        if not _is_own(self.fn):
+        if not _is_tried(self.fn, training.loss_arguments(self), y_pred):
             return stock(self, y_true, y_pred)
         return _of_batch(self, lambda *rows: stock(self, *rows), _name(self.fn), y_true, y_pred)
 
@@ -59,9 +59,10 @@ def give_own_losses_all_rows() -> None:
     @wrap("MeanMetricWrapper.update_state")
     def update_state(stock, self, y_true, y_pred, sample_weight=None):
         function, arguments = training.metric_function(self)
-        if step_recorder.is_by_hand() and _is_own(function):
+        is_tried = _is_tried(function, arguments, y_pred)
+        if step_recorder.is_by_hand() and is_tried:
             return None  # it is tried by itself
-        if not _is_own(function) or not gathering.may_meet():
+        if not is_tried or not gathering.may_meet():
             return stock(self, y_true, y_pred, sample_weight)
         y_true, y_pred = keras.tree.map_structure(keras.ops.convert_to_tensor, (y_true, y_pred))
 
@@ -172,9 +173,16 @@ def _gives_rows(needs: Needs) -> bool:
     return needs in (Needs.ITS_ROWS, Needs.ALL_GIVES_ROWS)
 
 
-def _is_own(function: Callable) -> bool:
+def _is_tried(function: Callable, arguments: dict, y_pred: object) -> bool:
+    """Whether a function is code of the user's, or one of Keras's that is told to work along the batch axis."""
     module = getattr(function, "__module__", None) or type(function).__module__
-    return module.split(".")[0] not in ("keras", "tfgpu")
+    if module.split(".")[0] not in ("keras", "tfgpu"):
+        return True
+    if "axis" not in arguments or _name(function) in coupled_losses.NAMES:
+        return False
+    ranks = {len(leaf.shape) for leaf in keras.tree.flatten(y_pred) if getattr(leaf, "shape", None) is not None}
+    axes = [axis for axis in keras.tree.flatten(arguments["axis"]) if isinstance(axis, int)]
+    return any(axis == 0 or -axis in ranks for axis in axes)
 
 
 def _name(function: Callable) -> str:

@@ -16,7 +16,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
 from tfgpu.core.row_mixing import gathering, row_sums, verdicts
 
-_NAMES = ("dice", "tversky", "circle")
+NAMES = ("dice", "tversky", "circle")
 _SUMS, _COMPARES = "it divides sums over the batch", "it compares rows"
 
 
@@ -27,14 +27,14 @@ def mix_rows_of_all_replicas() -> None:
     """
     keras_losses = targets.owner("losses")
     whole = {"dice": _dice, "tversky": _tversky, "circle": _circle}
-    by_stock = {id(getattr(keras_losses, name)): name for name in _NAMES}
+    by_stock = {id(getattr(keras_losses, name)): name for name in NAMES}
     public = [m for n, m in list(sys.modules.items()) if n.endswith("keras.losses") and hasattr(m, "dice")]
-    for name in _NAMES:
+    for name in NAMES:
         wrap(f"losses.{name}")(_in_a_step(whole[name]))
         for owner in public:
             wrap(owner, name, listed="*keras.losses.*")(_in_a_step(whole[name]))
 
-    coupled = [getattr(keras_losses, name) for name in _NAMES]
+    coupled = [getattr(keras_losses, name) for name in NAMES]
 
     @wrap("LossFunctionWrapper.call")
     def call(stock, self, y_true, y_pred):

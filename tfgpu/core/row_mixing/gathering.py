@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import keras as private
-from tfgpu.core import batch_rows, collectives, replication, step_context, worker_rows
+from tfgpu.core import batch_rows, collectives, logits, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.row_mixing.trials.drawn_inputs import rows_each
 from tfgpu.core.state import layer_state
@@ -133,9 +133,14 @@ def own_rows(leaf: object, has_rows: bool | None = None) -> object:
         return leaf
     each = tf.shape(leaf)[0] // facts.total
     first, least = facts.offset * each, 0 if step_context.step() is None else 1  # a step has a stand-in row for none
-    found = leaf[first : first + tf.maximum(facts.local, least) * each]
-    if None not in (leading, total, local):
-        found = tf.ensure_shape(found, [max(int(local), least) * (leading // int(total)), *leaf.shape[1:]])
+
+    def cut(rows: tf.Tensor) -> tf.Tensor:
+        found = rows[first : first + tf.maximum(facts.local, least) * each]
+        if None in (leading, total, local):
+            return found
+        return tf.ensure_shape(found, [max(int(local), least) * (leading // int(total)), *rows.shape[1:]])
+
+    found = logits.carried(leaf, cut)
     mask = private.get_mask(leaf)
     if mask is not None:
         private.set_mask(found, own_rows(mask, True))

@@ -79,7 +79,8 @@ def needs_all_rows(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> bool
 def is_own(layer: keras.layers.Layer) -> bool:
     """Whether a layer's call is code of the user's: its class, or a function that it was given.
 
-    A functional model counts where operations on tensors stand between its layers.
+    A functional model counts where operations on tensors stand between its layers. So does what works along the batch
+    axis, such as `Softmax(axis=0)`.
     """
     cls = type(layer)
     if isinstance(layer, keras.Model):
@@ -87,7 +88,7 @@ def is_own(layer: keras.layers.Layer) -> bool:
             return True
         graph = private_layers.graph_of(layer)
         return graph is not None and any(_is_own_operation(each) for each in graph.operations)
-    if _root(cls) not in ("keras", "tfgpu"):
+    if _root(cls) not in ("keras", "tfgpu") or works_along_rows(layer):
         return True
     for name in _CALLABLES:
         value = vars(layer).get(name)
@@ -104,8 +105,27 @@ def has_own(model: keras.Model) -> bool:
     return any(map(is_own, private_layers.layers_within(model)))
 
 
+def works_along_rows(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's axes include that of the batch, counted from either end."""
+    given = [vars(layer).get(name) for name in ("axis", "axes")]
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        given.append(layer.get_config()["attention_axes"])
+    axes = [axis for axis in keras.tree.flatten(given) if isinstance(axis, int)]
+    if 0 in axes:
+        return True
+    if all(axis >= -1 for axis in axes):  # no batch has rows alone
+        return False
+    try:
+        inputs = keras.tree.flatten(layer.input)
+    except (AttributeError, ValueError):  # it was never called on symbolic tensors
+        return False
+    return any(len(each.shape) == -axis for each in inputs for axis in axes)
+
+
 def _is_own_operation(operation: keras.Operation) -> bool:
-    return not isinstance(operation, keras.layers.Layer) and type(operation).__name__ not in _BY_ELEMENT
+    if isinstance(operation, keras.layers.Layer):
+        return works_along_rows(operation)
+    return type(operation).__name__ not in _BY_ELEMENT
 
 
 def _root(thing: object) -> str:

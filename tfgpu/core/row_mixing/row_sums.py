@@ -1,11 +1,12 @@
 """Sums over replicas, and all replicas' rows in one tensor, with the gradients that one device has."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfgpu.core import batch_rows, collectives, step_context, travel
+from tfgpu.core import batch_rows, collectives, logits, step_context, travel
 
 _in_jacobian = step_context.Slot("row_sums.in_jacobian")
 
@@ -235,6 +236,10 @@ def all_rows(rows: tf.Tensor, *, are_used_alike: bool = False) -> tf.Tensor:
     Takes numbers of any dtype, and booleans. A stand-in row, of a replica without rows, is left out. A replica that
     communicates with no other gets its own rows. `are_used_alike` is as in `over_replicas`.
     """
+    return logits.carried(rows, functools.partial(_all_rows, are_used_alike=are_used_alike))
+
+
+def _all_rows(rows: tf.Tensor, *, are_used_alike: bool) -> tf.Tensor:
     if step_context.current().is_trying and step_context.step() is None:
         return meetings().gathered(tf.convert_to_tensor(rows))
     if step_context.has_local_forward():

@@ -1,0 +1,124 @@
+"""Keras's own layers, losses and metrics that are told to work along the batch axis are one device's."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses, metrics
+
+import tfgpu
+
+X = np.random.default_rng(0).normal(size=(20, 6)).astype("float32")
+Y = np.abs(X[:, :2]) / np.abs(X[:, :2]).sum(1, keepdims=True)
+
+
+def attended(x):
+    x = layers.Reshape((2, 3))(x)
+    return layers.Flatten()(layers.MultiHeadAttention(2, 3, attention_axes=(0,))(x, x))
+
+
+def second_view(x):
+    both = layers.Concatenate(axis=0)([x, layers.Rescaling(2.0)(x)])
+    return keras.ops.split(layers.Dropout(0.5, seed=1)(both), 2, 0)[1]
+
+
+LAYERS = {
+    "softmax": layers.Softmax(axis=0),
+    "softmax over all": layers.Softmax(axis=(0, 1)),
+    "softmax, counted from the end": layers.Softmax(axis=-2),
+    "unit norm": layers.UnitNormalization(axis=0),
+    "Sequential": lambda x: keras.Sequential([layers.Dense(4), layers.Softmax(axis=0)])(x),
+    "attention": attended,
+    "views": second_view,
+}
+LOSSES = {
+    "cosine": lambda: losses.CosineSimilarity(axis=0),
+    "cosine, counted from the end": lambda: losses.CosineSimilarity(axis=-2),
+    "crossentropy": lambda: losses.CategoricalCrossentropy(axis=0),
+    "focal": lambda: losses.CategoricalFocalCrossentropy(axis=0),
+}
+METRICS = {
+    "cosine": lambda: metrics.CosineSimilarity(axis=0),
+    "correlation": lambda: metrics.PearsonCorrelation(axis=0),
+    "crossentropy": lambda: metrics.CategoricalCrossentropy(axis=0),
+}
+
+
+def model_of(layer, activation="softmax"):
+    inputs = keras.Input((6,))
+    hidden = inputs if layer is None else layer(inputs)
+    return keras.Model(inputs, layers.Dense(2, activation)(hidden))
+
+
+def fitted(strategy, layer=None, loss=lambda: "mse", metric=None):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = model_of(layer)
+        model.compile(keras.optimizers.SGD(0.1), loss(), metrics=[metric()] if metric else [])
+    history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
+    found = [*model.get_weights(), *map(np.asarray, history.values()), model.predict(X, batch_size=8, verbose=0)]
+    return np.concatenate([each.ravel() for each in found])
+
+
+def looped(strategy, layer):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, optimizer = model_of(layer), keras.optimizers.SGD(0.1)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(
+                losses.mean_squared_error(y, model(x, training=True)), global_batch_size=8
+            )
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    run = tf.function(lambda *batch: strategy.run(step, args=batch))
+    for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).take(2)):
+        run(*batch)
+    return np.concatenate([each.ravel() for each in model.get_weights()])
+
+
+def check(train, *args, **kwargs):
+    found, expected = (train(tfgpu.strategy(*how), *args, **kwargs) for how in (("mirrored", 2), ("one_device",)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (at > 1)) for at, each in enumerate(LAYERS)]
+)
+def test_layers(kind):
+    check(fitted, layer=lambda x: copied(LAYERS[kind])(x))
+
+
+def copied(layer):
+    return layer.from_config(layer.get_config()) if isinstance(layer, layers.Layer) else layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_in_a_loop(kind):
+    check(looped, layer=lambda x: copied(LAYERS[kind])(x))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses(kind):
+    check(fitted, loss=LOSSES[kind])
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_metrics(kind):
+    check(fitted, metric=METRICS[kind])
+
+
+@pytest.mark.parametrize("kind", [layers.Dropout, layers.AlphaDropout])
+def test_noise_of_all_rows_on_replicas_of_one_row(kind):
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = model_of(kind(0.5, noise_shape=(1, 6), seed=3))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
+        return np.concatenate([each.ravel() for each in model.get_weights()])
+
+    check(train)
