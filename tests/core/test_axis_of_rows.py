@@ -1,4 +1,4 @@
-"""Keras's own layers, losses and metrics that are told to work along the batch axis are one device's."""
+"""Keras's own layers, losses and metrics that work along the batch axis are one device's."""
 
 import keras
 import numpy as np
@@ -122,3 +122,16 @@ def test_noise_of_all_rows_on_replicas_of_one_row(kind):
         return np.concatenate([each.ravel() for each in model.get_weights()])
 
     check(train)
+
+
+def spectra(x):
+    """Rows of which one is far louder than the others."""
+    loud = layers.Lambda(lambda x: x * (1 + 1e6 * tf.cast(x[:, :1] > 1.2, x.dtype)))(x)
+    of_time = layers.Reshape((96,))(layers.RepeatVector(16)(loud))
+    mel = layers.MelSpectrogram(num_mel_bins=4, fft_length=32, sequence_stride=16, sampling_rate=1000, top_db=20)
+    return layers.Rescaling(0.01)(layers.Flatten()(mel(of_time)))
+
+
+@pytest.mark.parametrize("train", [fitted, pytest.param(looped, marks=pytest.mark.slow)])
+def test_a_spectrogram_is_cut_below_the_loudest_row(train):
+    check(train, layer=spectra)

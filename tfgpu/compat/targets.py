@@ -32,6 +32,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "LossScaleOptimizer": ("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",),
     "Mean": ("keras.src.metrics.reduction_metrics:Mean",),
     "MeanMetricWrapper": ("keras.src.metrics.reduction_metrics:MeanMetricWrapper",),
+    "MelSpectrogram": ("keras.src.layers.preprocessing.mel_spectrogram:MelSpectrogram",),
     "ModelCheckpoint": ("keras.src.callbacks.model_checkpoint:ModelCheckpoint",),
     "MultiHeadAttention": ("keras.src.layers.attention.multi_head_attention:MultiHeadAttention",),
     "PyDatasetAdapter": ("keras.src.trainers.data_adapters.py_dataset_adapter:PyDatasetAdapter",),

@@ -53,6 +53,15 @@ def mix_whole_batch() -> None:
         (total,) = collectives.sum_small([found * step_context.has_rows(found.dtype)])
         return tf.ensure_shape(total, found.shape)
 
+    @wrap("MelSpectrogram.dbscale")
+    def decibels(stock, self, power):
+        """Quiet numbers are raised to `top_db` below the batch's loudest."""
+        if batch_rows.known_rows() is None:
+            return stock(self, power)
+        (loudest,) = row_sums.most([tf.reduce_max(power)])
+        found = stock(self, tf.concat([power, tf.fill(tf.shape(power[:1]), loudest)], 0))
+        return tf.ensure_shape(found[:-1], power.shape)
+
 
 def _whole(rows) -> tf.Tensor:
     rows = tf.convert_to_tensor(rows)

@@ -212,6 +212,8 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """The maximum of each value over the replicas that hold rows; not differentiable."""
     if not values or step_context.has_local_updates():
         return values
+    if step_context.current().is_trying and step_context.step() is None:
+        return [tf.reduce_max(tf.stack(each), 0) for each in zip(*meetings().exchange(values), strict=True)]
     lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
     mine = [tf.where(step_context.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
     tables = collectives.all_reduce([travel.at_own_place(value) for value in mine])
