@@ -1,10 +1,13 @@
 """Keras's own layers, losses and metrics that work along the batch axis are one device's."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, losses, metrics
+from keras.regularizers import OrthogonalRegularizer as Orthogonal
 
 import tfgpu
 
@@ -22,6 +25,15 @@ def second_view(x):
     return keras.ops.split(layers.Dropout(0.5, seed=1)(both), 2, 0)[1]
 
 
+class Centered(layers.SimpleRNNCell):
+    """A cell whose state is centered over the batch."""
+
+    def call(self, x, states, training=False):
+        found, (state,) = super().call(x, states, training)
+        state = state - tf.reduce_mean(state, 0)
+        return state, [state]
+
+
 LAYERS = {
     "softmax": layers.Softmax(axis=0),
     "softmax over all": layers.Softmax(axis=(0, 1)),
@@ -30,6 +42,10 @@ LAYERS = {
     "Sequential": lambda x: keras.Sequential([layers.Dense(4), layers.Softmax(axis=0)])(x),
     "attention": attended,
     "views": second_view,
+    "activation, a layer": lambda x: layers.Dense(4, activation=layers.Softmax(axis=0))(x),
+    "activation, a partial": lambda x: layers.Dense(4, functools.partial(keras.activations.softmax, axis=0))(x),
+    "penalty of columns": lambda x: layers.Dense(4, activity_regularizer=Orthogonal(0.1, mode="columns"))(x),
+    "cells": lambda x: layers.RNN([Centered(3), Centered(2)], unroll=True)(layers.Reshape((2, 3))(x)),
 }
 LOSSES = {
     "cosine": lambda: losses.CosineSimilarity(axis=0),

@@ -34,7 +34,9 @@ _log = logging.getLogger(__name__)
 _is_proven = step_context.Slot("own_layers.is_proven")  # the layer that calls is right on this replica's rows
 _plain_outputs = step_context.Slot("own_layers.plain_outputs")  # of layers on all rows: those without rows
 _BY_ELEMENT = frozenset({"Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Cast", "Negative", "Sqrt", "Exp"})
-_CALLABLES = ("function", "activation", "activity_regularizer", "cell", "layer", "forward_layer")
+_CALLABLES = ("function", "activation", "recurrent_activation", "activity_regularizer")
+_WITHIN = ("cell", "cells", "layer", "layers", "forward_layer", "backward_layer")
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)  # of a number for each output
 
 
 def give_own_layers_all_rows() -> None:
@@ -90,14 +92,23 @@ def is_own(layer: keras.layers.Layer) -> bool:
         return graph is not None and any(_is_own_operation(each) for each in graph.operations)
     if _root(cls) not in ("keras", "tfgpu") or works_along_rows(layer):
         return True
-    for name in _CALLABLES:
-        value = vars(layer).get(name)
-        if isinstance(value, keras.layers.Layer):
-            if is_own(value):
-                return True
-        elif callable(value) and _root(value) not in ("keras", "tfgpu", "functools"):
-            return True
-    return False
+    given = [value for name in _WITHIN for value in _listed(vars(layer).get(name))]
+    if any(is_own(each) for each in given if isinstance(each, keras.layers.Layer)):
+        return True
+    return any(_is_own_callable(vars(layer).get(name)) for name in _CALLABLES)
+
+
+def _listed(value: object) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_own_callable(value: object) -> bool:
+    """Whether a layer's function is code of the user's, has arguments of the user's, or compares rows."""
+    if isinstance(value, keras.layers.Layer):
+        return is_own(value)
+    if isinstance(value, keras.regularizers.Regularizer) and not isinstance(value, _SUMS):
+        return True
+    return callable(value) and _root(value) not in ("keras", "tfgpu")
 
 
 def has_own(model: keras.Model) -> bool:
