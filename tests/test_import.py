@@ -302,9 +302,11 @@ def _missing(path: Path) -> Iterator[str]:
             module = modules.get(node.value.id)
             if module is not None and not hasattr(module, node.attr):
                 yield f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {module.__name__} has no {node.attr}"
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
-            owner, _, name = node.value.rpartition(".")
-            with contextlib.suppress(ImportError):  # a class's, or a file's name
+        is_set = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr"  # of `monkeypatch`
+        given = node.args[0] if is_set and node.args else None
+        if isinstance(given, ast.Constant) and _DOTTED.fullmatch(str(given.value)):
+            owner, _, name = given.value.rpartition(".")
+            with contextlib.suppress(ImportError):  # a class's
                 if not hasattr(importlib.import_module(owner), name):
                     yield f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {owner} has no {name}"
 

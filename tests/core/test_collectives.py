@@ -106,7 +106,7 @@ def test_small_numbers_share_the_pack_of_the_gradients():
 
 
 def test_small_values_share_one_copy_to_the_host():
-    shapes = [(), (2, 3), (collectives.HOST_PACK_BYTES // 4 + 1,), (0,), (4, 1)]
+    shapes = [(), (2, 3), (travel.HOST_PACK_BYTES // 4 + 1,), (0,), (4, 1)]
     strategy = tfgpu.strategy("mirrored", 2)
 
     def step():

@@ -17,8 +17,6 @@ from tfgpu.errors import InputError
 
 PACK_BYTES = 32 << 20
 """Bytes in one collective between GPUs, so that the gradients that are computed first are sent first."""
-HOST_PACK_BYTES = 64 << 10
-"""Values up to this size share one copy to the host: each copy alone costs about 10 us."""
 
 
 def all_reduce(
@@ -210,41 +208,22 @@ def _sum_on_host(values: list) -> list:
     """Sums tensors, or concatenates IndexedSlices, of replicas in this process, on its CPU."""
     sent = [value if isinstance(value, tf.IndexedSlices) else to_sum(value) for value in values]
     traffic.note(sent)
-    packs = _host_packs(sent)
 
     def add(strategy, *columns):
-        with tf.device("CPU:0"):
-            return [added(strategy.experimental_local_results(column)) for column in columns]
+        local = [strategy.experimental_local_results(column) for column in columns]
+        packs, totals = travel.packs_to_host(local), []
+        for pack in packs:
+            parts = [travel.packed(list(values)) for values in zip(*(local[at] for at in pack), strict=True)]
+            with tf.device("CPU:0"):
+                totals.append(added(parts))
+        return totals, packs
 
     with explained_merge_call():
-        totals = replica_context().merge_call(add, args=tuple(_packed(sent, pack) for pack in packs))
+        totals, packs = replica_context().merge_call(add, args=tuple(sent))
     sums = {}
     for pack, total in zip(packs, totals, strict=True):
-        sums.update(_unpacked(total, sent, pack))
+        sums.update(travel.unpacked(total, sent, pack))
     return _from_sums([sums[at] for at in range(len(sent))], values)
-
-
-def _host_packs(values: list) -> list[list[int]]:
-    """The positions of values that are copied to the host as one tensor: small ones, of one dtype."""
-    packs, small = [], {}
-    for at, value in enumerate(values):
-        count = None if isinstance(value, tf.IndexedSlices) else value.shape.num_elements()
-        if count is None or count * value.dtype.size > HOST_PACK_BYTES:
-            packs.append([at])
-        else:
-            small.setdefault(value.dtype, []).append(at)
-    return [*packs, *small.values()]
-
-
-def _packed(values: list, pack: list[int]) -> tf.Tensor | tf.IndexedSlices:
-    return values[pack[0]] if len(pack) == 1 else tf.concat([tf.reshape(values[at], [-1]) for at in pack], 0)
-
-
-def _unpacked(total: tf.Tensor | tf.IndexedSlices, values: list, pack: list[int]) -> dict[int, tf.Tensor]:
-    if len(pack) == 1:
-        return {pack[0]: total}
-    parts = tf.split(total, [values[at].shape.num_elements() for at in pack])
-    return {at: tf.reshape(part, values[at].shape) for at, part in zip(pack, parts, strict=True)}
 
 
 _FORMS = ("dense", "few rows", "many rows")

@@ -18,6 +18,9 @@ _LONG = (tf.int64, tf.uint64)
 _CARRIERS = {2: tf.float16, 4: tf.float32, 8: tf.float64}
 """By size in bytes: dtypes that carry any bits through a gather, which does not compute."""
 
+HOST_PACK_BYTES = 64 << 10
+"""Values up to this size share one copy to the host: each copy alone costs about 10 us."""
+
 
 def to_sum(value: tf.Tensor) -> tf.Tensor:
     """A value in the form in which replicas sum it; 64-bit integers get one more axis, for their two halves."""
@@ -111,3 +114,37 @@ def _cast(value, dtype: tf.DType):
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
     return tf.cast(value, dtype)
+
+
+def packs_to_host(columns: list) -> list[list[int]]:
+    """The positions of values that are copied to the host as one tensor: small ones, of one dtype.
+
+    Args:
+        columns: of each value, the replicas' own. A replica without rows may know less of its shape.
+    """
+    packs, small = [], {}
+    for at, column in enumerate(columns):
+        first = column[0]
+        count = None if isinstance(first, tf.IndexedSlices) else first.shape.num_elements()
+        is_alike = count is not None and all(value.shape.is_fully_defined() for value in column)
+        if not is_alike or count * first.dtype.size > HOST_PACK_BYTES:
+            packs.append([at])
+        else:
+            small.setdefault((first.dtype, len(column)), []).append(at)
+    return [*packs, *small.values()]
+
+
+def packed(values: list) -> tf.Tensor | tf.IndexedSlices:
+    """A replica's values of one pack as one tensor, on their device; one value as it is."""
+    if len(values) == 1:
+        return values[0]
+    with tf.device(values[0].device):
+        return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+
+
+def unpacked(total: tf.Tensor | tf.IndexedSlices, values: list, pack: list[int]) -> dict[int, tf.Tensor]:
+    """By position, each value's part of a pack's sum; `values` are those of the replica that gets them."""
+    if len(pack) == 1:
+        return {pack[0]: total}
+    parts = tf.split(total, [values[at].shape.num_elements() for at in pack])
+    return {at: tf.reshape(part, values[at].shape) for at, part in zip(pack, parts, strict=True)}
