@@ -133,7 +133,8 @@ class LoopBuilder:
     def __init__(self, model: keras.Model, step_function: Callable, log_reader: LogReader, meter: traffic.Meter):
         self._model, self._strategy = model, model.distribute_strategy
         self._is_replicated = replication.is_replicated(self._strategy)
-        self._step, self._step_name = training.without_optionals(model, step_function), step_function.__name__
+        self._step = training.without_optionals(model, step_function)
+        self._step_name = getattr(step_function, "__name__", "")
         self._log_reader, self._meter = log_reader, meter
         self.python = replica_attributes.PythonState()
         self._choices: list = []
