@@ -63,7 +63,8 @@ def carried(value: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Te
     known = find(value)
     if known is None:
         return change(value)
-    made_by = value.op if hasattr(value, "graph") else None
+    # Rows at other places may round otherwise, which shows in 16 bits.
+    made_by = value.op if hasattr(value, "graph") and value.dtype.size >= 4 else None
     if made_by is not None and made_by.type in _OPERATIONS and made_by.inputs[0] is known.tensor:
         return _OPERATIONS[made_by.type](change(known.tensor))
     return with_logits(change(value), change(known.tensor))
