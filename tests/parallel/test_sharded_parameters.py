@@ -302,7 +302,8 @@ def test_all_parameters_never_exist_at_once():
         return json.loads(done.stdout.splitlines()[-1])["bytes"]
 
     all_parameters = 2 * 12 * 4 * 2**20  # both replicas'; one layer's are 4 MiB
-    assert peak(3) < 0.6 * all_parameters < peak(2)
+    # 50 to 76 MB and 116 to 143 MB: how far the replicas' threads are apart varies.
+    assert peak(3) < 0.9 * all_parameters < peak(2)
 
 
 @pytest.mark.slow
