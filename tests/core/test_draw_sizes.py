@@ -105,6 +105,26 @@ def test_a_size_that_stays_is_no_row(train, each):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+class Predicting(keras.Model):
+    count = 0
+
+    def predict_step(self, data):
+        return self(data[0] if isinstance(data, tuple) else data) * tf.reduce_sum(drawn(self.count))
+
+
+def test_predictions():
+    def predicted(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            x = keras.Input((3,))
+            model = Predicting(x, keras.layers.Dense(3)(x))
+            model.count = 5
+        return model.predict(batches(5).map(lambda x, y: x), verbose=0)
+
+    found, expected = (predicted(tfgpu.strategy(*how)) for how in (("mirrored", 2), ("one_device",)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_be_told_apart_is_refused():
     with pytest.raises(InputError, match="Your code draws 5 random numbers in every batch, and others for each row"):
         fitted(tfgpu.strategy("mirrored", 2), 5, {"count": 5, "by_row": True})

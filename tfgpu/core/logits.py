@@ -54,16 +54,16 @@ def find(value) -> Logits | None:
 
 
 def carried(value: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """`change(value)`, for which Keras finds what `change` makes of the logits.
+    """`change(value)`, with the logits of `value` changed in the same way.
 
     Args:
         value: any tensor.
-        change: gathers, cuts or orders rows.
+        change: gathers, slices or reorders rows.
     """
     known = find(value)
     if known is None:
         return change(value)
-    # Rows at other places may round otherwise, which shows in 16 bits.
+    # Computed again, a row may be rounded differently, which matters in 16 bits.
     made_by = value.op if hasattr(value, "graph") and value.dtype.size >= 4 else None
     if made_by is not None and made_by.type in _OPERATIONS and made_by.inputs[0] is known.tensor:
         return _OPERATIONS[made_by.type](change(known.tensor))

@@ -1,7 +1,7 @@
-"""Draws of a fixed size, which is not the batch's, in code of the user's.
+"""Random draws of a fixed size in the user's code.
 
-A draw of 32 numbers on a replica that holds 32 rows may be one number for each row, or 32 numbers whatever the batch. A
-trial tells: it runs the code on several numbers of rows, and a size that stays is fixed.
+On a replica that holds 32 rows, a draw of 32 numbers may be one number for each row, or 32 numbers for any batch. A
+trial shows which: it runs the code on batches of different lengths, and a size that does not change is fixed.
 """
 
 import contextlib
@@ -102,8 +102,8 @@ def is_fixed(size: int) -> bool:
         return False
     if sizes.by_row:
         raise InputError(
-            f"Your code draws {size} random numbers in every batch, and others for each row. A replica holds {size} "
-            "rows, so a draw may be either. Use another batch size, or draw the former with the shape "
+            f"Your code draws {size} random numbers in every batch, and others for each row. Each replica holds {size} "
+            f"rows, so the two cannot be told apart. Use another batch size, or give the first draw the shape "
             f"(1, {size}, ...)."
         )
     return True

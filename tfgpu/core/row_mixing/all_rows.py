@@ -174,7 +174,7 @@ def _gives_rows(needs: Needs) -> bool:
 
 
 def _is_tried(function: Callable, arguments: dict, y_pred: object) -> bool:
-    """Whether a function is code of the user's, or one of Keras's that is told to work along the batch axis."""
+    """Whether a function must be tried: it is the user's code, or a Keras function whose `axis` is the batch axis."""
     module = getattr(function, "__module__", None) or type(function).__module__
     if module.split(".")[0] not in ("keras", "tfgpu"):
         return True

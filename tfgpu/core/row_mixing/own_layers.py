@@ -79,10 +79,10 @@ def needs_all_rows(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> bool
 
 
 def is_own(layer: keras.layers.Layer) -> bool:
-    """Whether a layer's call is code of the user's: its class, or a function that it was given.
+    """Whether a layer must be tried: its class, or a function that it was given, is the user's code.
 
-    A functional model counts where operations on tensors stand between its layers. So does what works along the batch
-    axis, such as `Softmax(axis=0)`.
+    So must a functional model with operations on tensors between its layers, and a Keras layer that works along the
+    batch axis, such as `Softmax(axis=0)`.
     """
     cls = type(layer)
     if isinstance(layer, keras.Model):
@@ -90,7 +90,7 @@ def is_own(layer: keras.layers.Layer) -> bool:
             return True
         graph = private_layers.graph_of(layer)
         return graph is not None and any(_is_own_operation(each) for each in graph.operations)
-    if _root(cls) not in ("keras", "tfgpu") or works_along_rows(layer):
+    if _root(cls) not in ("keras", "tfgpu") or _works_along_rows(layer):
         return True
     given = [value for name in _WITHIN for value in _listed(vars(layer).get(name))]
     if any(is_own(each) for each in given if isinstance(each, keras.layers.Layer)):
@@ -103,7 +103,7 @@ def _listed(value: object) -> list:
 
 
 def _is_own_callable(value: object) -> bool:
-    """Whether a layer's function is code of the user's, has arguments of the user's, or compares rows."""
+    """Whether a layer's function is the user's code, a partial, or a penalty that may compare rows."""
     if isinstance(value, keras.layers.Layer):
         return is_own(value)
     if isinstance(value, keras.regularizers.Regularizer) and not isinstance(value, _SUMS):
@@ -116,8 +116,8 @@ def has_own(model: keras.Model) -> bool:
     return any(map(is_own, private_layers.layers_within(model)))
 
 
-def works_along_rows(layer: keras.layers.Layer) -> bool:
-    """Whether a layer's axes include that of the batch, counted from either end."""
+def _works_along_rows(layer: keras.layers.Layer) -> bool:
+    """Whether the axes of a Keras layer include the batch axis, counted from either end."""
     given = [vars(layer).get(name) for name in ("axis", "axes")]
     if isinstance(layer, keras.layers.MultiHeadAttention):
         given.append(layer.get_config()["attention_axes"])
@@ -134,8 +134,8 @@ def works_along_rows(layer: keras.layers.Layer) -> bool:
 
 
 def _is_own_operation(operation: keras.Operation) -> bool:
-    if isinstance(operation, keras.layers.Layer):
-        return works_along_rows(operation)
+    if isinstance(operation, keras.layers.Layer):  # the user's own is tried by itself
+        return _root(type(operation)) in ("keras", "tfgpu") and _works_along_rows(operation)
     return type(operation).__name__ not in _BY_ELEMENT
 
 
