@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.compat.keras import logits_of, with_logits
+from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import has_own_gradient
+from tfgpu.core import step_context
 
 _OPERATIONS = {
     "Softmax": lambda value: tf.raw_ops.Softmax(logits=value),
@@ -44,6 +46,7 @@ class Logits:
 
 def find(value) -> Logits | None:
     """The logits that Keras finds for a tensor, or None."""
+    _attach_delayed(value)
     found = logits_of(value)
     if found is not None:
         return Logits(found)
@@ -63,11 +66,38 @@ def carried(value: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Te
     known = find(value)
     if known is None:
         return change(value)
-    # Computed again, a row may be rounded differently, which matters in 16 bits.
-    made_by = value.op if hasattr(value, "graph") and value.dtype.size >= 4 else None
+    # In 16 bits, computing the activation again, or using its input twice, can change the rounding of a row.
+    is_wide = value.dtype.size >= 4
+    made_by = value.op if hasattr(value, "graph") and is_wide else None
     if made_by is not None and made_by.type in _OPERATIONS and made_by.inputs[0] is known.tensor:
         return _OPERATIONS[made_by.type](change(known.tensor))
-    return with_logits(change(value), change(known.tensor))
+    changed = change(value)
+    if is_wide:
+        return with_logits(changed, change(known.tensor))
+    context = step_context.current()
+    fields = {name: getattr(context, name) for name in ("step", "is_trying", "recorder")}
+
+    def make() -> tf.Tensor:
+        with step_context.scope(**fields):
+            return change(known.tensor)
+
+    slots.of(changed).delayed_logits = make
+    return changed
+
+
+def attach_delayed() -> None:
+    """Makes Keras's cross-entropies find logits that `carried` leaves until they are needed."""
+
+    @wrap("nn.get_logits")
+    def get_logits(stock, output, *args, **kwargs):
+        _attach_delayed(output)
+        return stock(output, *args, **kwargs)
+
+
+def _attach_delayed(value: object) -> None:
+    make = slots.get(value, "delayed_logits")
+    if make is not None and logits_of(value) is None:
+        with_logits(value, make())
 
 
 def find_all(values: list) -> tuple[list, str] | None:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, extensions, replica_attributes, step_context
+from tfgpu.core import batch_rows, extensions, logits, replica_attributes, step_context
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.draw_sizes import Sizes
 from tfgpu.core.row_mixing import choices, coupled_losses, gathering, row_sums, verdicts
@@ -36,8 +36,8 @@ def give_own_losses_all_rows() -> None:
 
     Stock Keras, like `tf.distribute`, takes each for a mean over rows.
     """
+    logits.attach_delayed()
     _hold_loss_classes()
-
     _note_meetings()
 
     @wrap("LossFunctionWrapper.call")

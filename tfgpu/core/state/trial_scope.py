@@ -186,4 +186,4 @@ def later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
 
 
 def _array(value: object) -> np.ndarray:
-    return np.asarray(tf.convert_to_tensor(value))
+    return np.asarray(tf.convert_to_tensor(value).numpy())

@@ -191,6 +191,19 @@ def array(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(tensor).numpy())
 
 
+def in_float64(value: object) -> np.ndarray:
+    """A tensor, a variable or a number in float64.
+
+    Example:
+        >>> in_float64(tf.constant(1.5, tf.bfloat16))  # NumPy alone fails here
+        array(1.5)
+    """
+    value = value if tf.is_tensor(value) else keras.ops.convert_to_numpy(value)
+    if tf.is_tensor(value) and value.dtype.is_floating and value.dtype.size < 4:
+        value = tf.cast(value, tf.float64)
+    return np.asarray(keras.ops.convert_to_numpy(value), "float64")
+
+
 class NoNumbers(Exception):
     """A step returns what cannot be compared, nor cut by rows."""
 
@@ -204,7 +217,7 @@ def as_numbers(outputs: object) -> list[np.ndarray]:
     leaves = keras.tree.flatten(outputs)
     if any(isinstance(each, (tf.RaggedTensor, tf.SparseTensor)) or _is_text(each) for each in leaves):
         raise NoNumbers("it returns texts, ragged or sparse tensors")
-    return [np.asarray(keras.ops.convert_to_numpy(leaf), "float64") for leaf in leaves]
+    return [in_float64(leaf) for leaf in leaves]
 
 
 def grows_with_rows(whole: np.ndarray, parts: list[np.ndarray], sizes: list[int]) -> bool:

@@ -140,7 +140,7 @@ class LossTrial:
 
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
         with self._called(rows) as values:
-            return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
+            return comparison.in_float64(values)  # truths are numbers, too
 
     @contextlib.contextmanager
     def _called(self, rows: list[tf.Tensor]) -> Iterator[object]:

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -349,7 +348,7 @@ class _RunTrial(Trial):
             for _ in range(self._calls):
                 outputs = self._function(*args, **kwargs)
                 tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each) and each.dtype.is_floating]
-                found.logs += [np.asarray(keras.ops.convert_to_numpy(each), "float64") for each in tensors]
+                found.logs += [comparison.in_float64(each) for each in tensors]
         for key in found.scalar_states:  # judged by what the metric was given
             found.assigned.pop(key, None)
         if found.is_narrow:

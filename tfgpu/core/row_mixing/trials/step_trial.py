@@ -373,6 +373,4 @@ class _StepTrial(Trial):
         with reader.recording() as results:
             logs = self._step(rows)
         found.uses_results |= uses_results(logs, results)
-        return [
-            np.asarray(value, "float64") for value in reader.other_values(logs, results, keras.ops.convert_to_numpy)
-        ]
+        return reader.other_values(logs, results, comparison.in_float64)
