@@ -151,3 +151,78 @@ def spectra(x):
 @pytest.mark.parametrize("train", [fitted, pytest.param(looped, marks=pytest.mark.slow)])
 def test_a_spectrogram_is_cut_below_the_loudest_row(train):
     check(train, layer=spectra)
+
+
+BROADCAST = {  # the shapes of labels and outputs
+    "squares": (losses.MeanSquaredError, Y, (1, 2)),
+    "huber": (losses.Huber, Y, (1, 2)),
+    "metric": (metrics.MeanAbsoluteError, Y, (1, 2)),
+    "classes": (losses.CategoricalGeneralizedCrossEntropy, np.arange(20)[:, None] % 5 // 3, (2,)),
+    "classes-of-columns": (losses.CategoricalGeneralizedCrossEntropy, np.arange(20)[:, None] % 5 // 3, (2, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", BROADCAST)
+def test_labels_that_are_broadcast_along_the_rows_of_outputs(kind):
+    own, labels, shape = BROADCAST[kind]
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            outputs = [layers.Dense(2, "sigmoid"), layers.Reshape(shape)]
+            model = keras.Sequential([keras.Input((6,)), *outputs])
+            is_loss = issubclass(own, losses.Loss)
+            loss, metric = (own(), None) if is_loss else (lambda y, p: tf.reduce_mean(p * p), [own()])
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=metric)
+        logs = model.fit(X, labels, batch_size=8, shuffle=False, verbose=0).history
+        return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(list(logs.values()))])
+
+    check(train)
+
+
+def test_logits_of_another_activation_are_one_device_s():
+    """Keras takes the logits of any activation in any of its cross-entropies."""
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(2, "sigmoid")])
+            model.compile(keras.optimizers.SGD(0.1), losses.CategoricalCrossentropy(axis=0))
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        return np.concatenate([each.ravel() for each in model.get_weights()])
+
+    check(train)
+
+
+@pytest.mark.parametrize("kind", [losses.Hinge, losses.SquaredHinge, metrics.Hinge])
+def test_labels_of_a_hinge_are_read_from_the_whole_batch(kind):
+    """Keras takes labels for -1 and 1 if one of them is neither 0 nor 1, in whatever row."""
+    labels = (np.arange(20) % 2).astype("float32")
+    labels[[5, 17]] = -1.0
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(1, "tanh")])
+            is_loss = issubclass(kind, losses.Loss)
+            model.compile(
+                keras.optimizers.SGD(0.1), kind() if is_loss else "mse", metrics=None if is_loss else [kind()]
+            )
+        logs = model.fit(X, labels, batch_size=8, shuffle=False, verbose=0).history
+        return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(list(logs.values()))])
+
+    check(train)
+
+
+def test_dice_of_labels_that_are_broadcast_over_classes():
+    labels = (np.arange(20) % 2).astype("float32")[:, None]
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(3, "sigmoid")])
+            model.compile(keras.optimizers.SGD(0.1), losses.Dice(axis=0))
+        model.fit(X, labels, batch_size=8, shuffle=False, verbose=0)
+        return np.concatenate([each.ravel() for each in model.get_weights()])
+
+    check(train)

@@ -70,7 +70,9 @@ def carried(value: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Te
     is_wide = value.dtype.size >= 4
     made_by = value.op if hasattr(value, "graph") and is_wide else None
     if made_by is not None and made_by.type in _OPERATIONS and made_by.inputs[0] is known.tensor:
-        return _OPERATIONS[made_by.type](change(known.tensor))
+        logits = change(known.tensor)
+        changed = _OPERATIONS[made_by.type](logits)
+        return changed if known.operation else with_logits(changed, logits)  # Keras takes those for any activation
     changed = change(value)
     if is_wide:
         return with_logits(changed, change(known.tensor))

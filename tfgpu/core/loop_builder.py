@@ -248,7 +248,7 @@ class LoopBuilder:
             return self._strategy.run(self.run_on_one_device, args=(data, kind.jit, kind.is_wrapped)), since
         kind.updates.begin(since)
         with self.python.step():
-            values = self._strategy.run(self._run_on_replica, args=(data, kind))
+            values = self._strategy.run(self._run_on_replica, args=(data, kind, step_context.current().run))
         if not tf.executing_eagerly():
             found = traffic.collectives_of(tf.compat.v1.get_default_graph())
             self.collectives = found / len(self._strategy.extended.worker_devices)
@@ -263,7 +263,7 @@ class LoopBuilder:
             logs = tree.map_structure(tf.convert_to_tensor, logs)
         return self._log_reader.other_values(logs, results, lambda leaf: leaf)
 
-    def _run_on_replica(self, data, kind: LoopKind) -> list[tf.Tensor]:
+    def _run_on_replica(self, data, kind: LoopKind, run: "step_context.Run | None") -> list[tf.Tensor]:
         """One step on this replica's rows."""
         given = data
         data, local, place = batch_sharding.rows_and_range(given)
@@ -280,7 +280,8 @@ class LoopBuilder:
             self._meter.tracing(kind.updates),
             self.python.on_replica(),
             replica_attributes.of_model(self._model),
-            step_context.scope(step=facts, batch_rows=self.batch_rows, draws_as_xla=row_draws.are_as_xla(self._model)),
+            step_context.scope(run=run, step=facts, batch_rows=self.batch_rows),
+            step_context.scope(draws_as_xla=row_draws.are_as_xla(self._model)),
             step_context.xla_scope(facts),
             trace_choices.shared(self._choices),
             draw_sizes.known(draw_sizes.kept(self._model, self._step_name)),

@@ -30,6 +30,7 @@ from tfgpu.core import (
 from tfgpu.core.feed import read_ahead, sharded_dataset
 from tfgpu.core.loop_builder import TOGETHER, LoopBuilder, LoopKind, Updates
 from tfgpu.core.metric_logs import LogReader
+from tfgpu.core.row_mixing import fingerprints
 from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.state import takeover
 from tfgpu.core.step_blocks import Block
@@ -80,6 +81,7 @@ class StepRunner:
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.traffic)
         self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
         self._is_tried = not self._is_replicated or self.strategy.num_replicas_in_sync == 1 or local is not None
+        self._retries, self._code = model.run_eagerly and not self._is_tried, None  # a digest of eager steps
 
     def __call__(self, batches: Any) -> dict:
         """Runs steps.
@@ -178,9 +180,13 @@ class StepRunner:
         return done, logs, result
 
     def _try_step(self, data: object) -> None:
-        """Finds out, once, whether a step of the user's own must see the whole batch; `data` is one, or an iterator."""
-        if not self._is_tried:
-            self._is_tried, run = True, self._run()
+        """Finds out whether a step of the user's own must see the whole batch; `data` is one, or an iterator.
+
+        This is done once, and for eager steps in each run before which their code has changed.
+        """
+        code = fingerprints.of_code(self._model) if self._retries else None
+        if not self._is_tried or code != self._code:
+            self._is_tried, self._code, run = True, code, self._run()
             self.loops.sees_whole_batch = self._needs_whole_batch(
                 sharded_dataset.spec_of(data),
                 self.loops.batch_rows,

@@ -8,6 +8,7 @@ workers must find the same, since they meet where it needs all rows: nothing in 
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, extensions, logits, replica_attributes, step_context
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.draw_sizes import Sizes
-from tfgpu.core.row_mixing import choices, coupled_losses, gathering, row_sums, verdicts
+from tfgpu.core.row_mixing import choices, coupled_losses, fingerprints, gathering, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import step_recorder
 from tfgpu.core.row_mixing.trials.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
@@ -42,7 +43,7 @@ def give_own_losses_all_rows() -> None:
 
     @wrap("LossFunctionWrapper.call")
     def call_function(stock, self, y_true, y_pred):
-        if not _is_tried(self.fn, training.loss_arguments(self), y_pred):
+        if not _is_tried(self.fn, training.loss_arguments(self), y_true, y_pred):
             return stock(self, y_true, y_pred)
         return _of_batch(self, lambda *rows: stock(self, *rows), _name(self.fn), y_true, y_pred)
 
@@ -59,7 +60,7 @@ def give_own_losses_all_rows() -> None:
     @wrap("MeanMetricWrapper.update_state")
     def update_state(stock, self, y_true, y_pred, sample_weight=None):
         function, arguments = training.metric_function(self)
-        is_tried = _is_tried(function, arguments, y_pred)
+        is_tried = _is_tried(function, arguments, y_true, y_pred, squeezes=_squeezes(function))
         if step_recorder.is_by_hand() and is_tried:
             return None  # it is tried by itself
         if not is_tried or not gathering.may_meet():
@@ -173,16 +174,44 @@ def _gives_rows(needs: Needs) -> bool:
     return needs in (Needs.ITS_ROWS, Needs.ALL_GIVES_ROWS)
 
 
-def _is_tried(function: Callable, arguments: dict, y_pred: object) -> bool:
-    """Whether a function must be tried: it is the user's code, or a Keras function whose `axis` is the batch axis."""
+def _is_tried(function: Callable, arguments: dict, y_true: object, y_pred: object, *, squeezes: bool = True) -> bool:
+    """Whether a function must be tried.
+
+    It is the user's code, or a Keras function whose `axis` is the batch axis, or whose labels are broadcast along it.
+
+    Args:
+        function: of labels and outputs.
+        arguments: its others.
+        y_true: labels.
+        y_pred: outputs.
+        squeezes: Keras gives labels and outputs the same rank where one of them has a last axis of 1.
+    """
     module = getattr(function, "__module__", None) or type(function).__module__
     if module.split(".")[0] not in ("keras", "tfgpu"):
+        return True
+    if _is_broadcast(_name(function), y_true, y_pred, squeezes):
         return True
     if "axis" not in arguments or _name(function) in coupled_losses.NAMES:
         return False
     ranks = {len(leaf.shape) for leaf in keras.tree.flatten(y_pred) if getattr(leaf, "shape", None) is not None}
     axes = [axis for axis in keras.tree.flatten(arguments["axis"]) if isinstance(axis, int)]
     return any(axis == 0 or -axis in ranks for axis in axes)
+
+
+def _squeezes(function: Callable) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or "squeeze_or_expand_to_same_rank" in code.co_names
+
+
+def _is_broadcast(name: str, y_true: object, y_pred: object, squeezes: bool) -> bool:
+    """Whether a function of Keras's pairs the labels of each row with the outputs of all rows, by their ranks."""
+    shapes = getattr(y_true, "shape", None), getattr(y_pred, "shape", None)
+    if None in shapes or name.startswith("sparse_"):
+        return False
+    low, high = sorted(shapes, key=len)
+    if name == "categorical_generalized_cross_entropy":  # it makes numbers of classes one-hot
+        return len(shapes[0]) != len(shapes[1]) - 1 or shapes[1][-1] == 1
+    return len(low) < len(high) and not (squeezes and len(high) == len(low) + 1 and high[-1] == 1)
 
 
 def _name(function: Callable) -> str:
@@ -241,7 +270,9 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> tuple[Needs,
     tensors = keras.tree.flatten(rows)
     if not all(isinstance(each, tf.Tensor) and each.shape.rank and _is_number(each) for each in tensors):
         return Needs.ITS_ROWS, Sizes()
-    key = what, *((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
+    specs = tuple((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
+    changing = vars(slots.of(owner)).setdefault("changing", [])
+    key = what, specs, fingerprints.of_owner(owner, changing)
     if key not in known:
         trial = LossTrial(function, rows, owner)
         found = store.found(
@@ -251,6 +282,8 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> tuple[Needs,
             lambda found: None if found is None or trial.changes or trial.draws.sizes.fixed else {"needs": found.name},
             lambda needs: Needs[needs],
         )
+        changing += sorted(trial.changes.difference(changing))
+        key = what, specs, fingerprints.of_owner(owner, changing)
         draw_sizes.keep(owner, key, trial.draws.sizes)
         known[key] = (_of_unproven(what, trial, rows) if found is None else _told(what, found, rows)).name
         if trial.changes:

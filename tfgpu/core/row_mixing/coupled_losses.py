@@ -34,6 +34,15 @@ def mix_rows_of_all_replicas() -> None:
         for owner in public:
             wrap(owner, name, listed="*keras.losses.*")(_in_a_step(whole[name]))
 
+    @wrap("losses.convert_binary_labels_to_hinge")
+    def convert(stock, y_true):
+        """Labels of 0 and 1 become -1 and 1, unless a row of the batch has another label."""
+        if not gathering.may_meet() or not gathering.can_meet():
+            return stock(y_true)
+        is_other = ops.any(ops.logical_and(ops.not_equal(y_true, 0), ops.not_equal(y_true, 1)))
+        (has_other,) = row_sums.most([ops.cast(is_other, "float32")])
+        return tf.where(has_other > 0, y_true, 2.0 * y_true - 1.0)
+
     coupled = [getattr(keras_losses, name) for name in NAMES]
 
     @wrap("LossFunctionWrapper.call")
@@ -98,7 +107,9 @@ def _crosses_rows(axis, value: tf.Tensor) -> bool:
 
 
 def _sums(name: str, axis, *values) -> list[tf.Tensor]:
-    sums = tf.stack([ops.sum(value, axis=axis) for value in values])
-    size = (sums.shape.num_elements() or 0) * sums.dtype.size
+    sums = [ops.sum(value, axis=axis) for value in values]  # labels of one class are broadcast, so shapes may differ
+    packed = tf.concat([tf.reshape(each, [-1]) for each in sums], 0)
+    size = (packed.shape.num_elements() or 0) * packed.dtype.size
     verdicts.note(verdicts.Piece(f"loss {name!r}", verdicts.ON_ALL_ROWS, _SUMS, verdicts.KNOWN, fixed_bytes=size))
-    return tf.unstack(row_sums.of_batch(sums))
+    parts = tf.split(row_sums.of_batch(packed), [tf.size(each) for each in sums])
+    return [tf.reshape(part, tf.shape(each)) for part, each in zip(parts, sums, strict=True)]

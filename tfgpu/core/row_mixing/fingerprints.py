@@ -1,14 +1,19 @@
 """What tells two calls of layers apart, as far as what they compute depends on it: equal blocks are tried once."""
 
+import inspect
 import json
+import types
+from collections.abc import Collection
 
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import attributes
+from tfgpu.compat import attributes, slots
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
+from tfgpu.core import step_context
 from tfgpu.core.row_mixing.trials.drawn_inputs import spec_of
+from tfgpu.core.trial_cache import code_digest
 
 _PLAIN = (int, float, str, bool, bytes, type(None))
 _NAMES = ("name", "shared_object_id")
@@ -23,6 +28,47 @@ def of_arguments(args: tuple, kwargs: dict) -> tuple:
     """A key of what something is called with."""
     leaves = keras.tree.flatten((args, kwargs))
     return tuple(spec_of(leaf) if isinstance(leaf, tf.Tensor) else _of_value(leaf) for leaf in leaves), tuple(kwargs)
+
+
+def of_owner(owner: object, changing: Collection[str] = ()) -> tuple:
+    """A key of a loss's or metric's settings: its attributes, and the plain values that its code has by a name.
+
+    Args:
+        owner: a loss or metric.
+        changing: names that the code itself changes, and which are left out.
+    """
+    found = [(name, value) for name, value in vars(owner).items() if not name.startswith("_tfgpu")]
+    own = [each for each in type(owner).__mro__ if each.__module__.split(".")[0] not in ("builtins", "keras")]
+    found += [item for each in own for item in vars(each).items() if isinstance(item[1], types.FunctionType)]
+    settings = tuple((name, _of_setting(value, changing)) for name, value in found if name not in changing)
+    return settings, None if changing else of_code(owner)
+
+
+def _of_setting(value: object, changing: Collection[str]) -> object:
+    function = inspect.unwrap(value) if callable(value) else None
+    if not isinstance(function, types.FunctionType):
+        return _of_value(value)
+    try:
+        names = inspect.getclosurevars(function)
+    except ValueError:  # a name that has no value yet
+        return id(function.__code__)
+    known = {**names.globals, **names.nonlocals}.items()
+    plain = ((name, value) for name, value in known if isinstance(value, _PLAIN) and name not in changing)
+    return id(function.__code__), tuple(plain)
+
+
+def of_code(owner: object) -> str | None:
+    """A digest of a layer, loss, metric or model and of all that its code uses; None if it has none.
+
+    It is taken once in each `fit` or `evaluate`, and for `strategy.run` in each trace.
+    """
+    run = step_context.current().run
+    if run is None and tf.executing_eagerly():
+        return None
+    known = {} if run is None else vars(slots.of(run)).setdefault("digests", {})
+    if id(owner) not in known:
+        known[id(owner)] = owner, code_digest.of_or_none(owner, skips_unknown=True)
+    return known[id(owner)][1]
 
 
 def of_layer(layer: keras.layers.Layer) -> tuple:

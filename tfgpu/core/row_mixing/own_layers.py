@@ -208,9 +208,14 @@ def _verdict(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     if choice is not None:
         return Verdict(Needs.ITS_ROWS if choice == choices.BY_ROWS else Needs.ALL)
     known = vars(slots.of(type(layer))).setdefault("verdicts", {})
-    key = fingerprints.of_call(layer, args, kwargs)
+    call = fingerprints.of_call(layer, args, kwargs)
+    changes = slots.get(type(layer), "changes_in_python", False)
+    key = call, None if changes else fingerprints.of_code(layer)
     if key not in known:
-        known[key] = _tried(layer, args, kwargs)
+        verdict = _tried(layer, args, kwargs)
+        if verdict.changes:
+            slots.of(type(layer)).changes_in_python, key = True, (call, None)
+        known[key] = verdict
     return known[key]
 
 

@@ -91,9 +91,14 @@ def _needed(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> N
         _note(metric, choice == choices.ON_ALL_ROWS, "", verdicts.MARKED, args, kwargs)
         return Needed(choice == choices.ON_ALL_ROWS)
     known = vars(slots.of(metric)).setdefault("needs_all", {})
-    key = fingerprints.of_arguments(args, kwargs)
+    changing = vars(slots.of(metric)).setdefault("changing", [])
+    given = fingerprints.of_arguments(args, kwargs)
+    key = given, fingerprints.of_owner(metric, changing)
     if key not in known:
-        known[key] = _found(MetricTrial(stock, metric, args, kwargs), metric, args, kwargs)
+        found = _found(MetricTrial(stock, metric, args, kwargs), metric, args, kwargs)
+        changing += sorted(set(found.changes).difference(changing))
+        key = given, fingerprints.of_owner(metric, changing)
+        known[key] = found
     return known[key]
 
 

@@ -26,7 +26,7 @@ from tfgpu.core.state import held_iterators, python_places
 from tfgpu.core.state.python_places import CONTAINERS, OF_KERAS, Cell, Content, Names, Place, SlotOf
 
 _MOST = 300_000  # things
-_MOST_BYTES = 1 << 24  # of arrays, whose content may be changed
+_MOST_BYTES = 1 << 24  # of arrays whose content may be changed; others are locked
 _NOT_OF_USERS = frozenset(
     "absl google h5py jax jaxlib keras matplotlib ml_dtypes numpy optree pandas PIL scipy sklearn tensorboard "
     "tensorflow tfgpu torch wrapt".split()
@@ -64,6 +64,7 @@ class Kept:
     def __init__(self, things: Iterable[object], layers: Iterable[object] | None = None):
         self.variables: list[tf.Variable] = []
         self._of_data: list[tf.data.Iterator] = []
+        self._large: list[np.ndarray] = []
         self._iterators: dict[int, object] = {}  # of Python, whose elements cannot be given back
         self._layers = None if layers is None else frozenset(map(id, layers))
         self._named: dict[int, Names] = {}
@@ -103,8 +104,19 @@ class Kept:
             names = {id(content): name for name, content in self._named_contents()}
             for content in filter(lambda each: each.is_container, self._contents.values()):
                 found += content.holding(wanted, names.get(id(content), content.kind))
-        with held_iterators.refused(self._of_data, found):
+        with held_iterators.refused(self._of_data, found), self.locked_arrays():
             yield
+
+    @contextlib.contextmanager
+    def locked_arrays(self) -> Iterator[None]:
+        """Inside the block, arrays that are too large to be put back cannot be written: NumPy raises `ValueError`."""
+        for array in self._large:
+            array.flags.writeable = False
+        try:
+            yield
+        finally:
+            for array in self._large:
+                array.flags.writeable = True
 
     def put_back_counts(self) -> None:
         """Puts numbers, arrays and the states of generators back, and leaves what was made."""
@@ -197,10 +209,14 @@ class Kept:
             self._look_at_object(thing)
 
     def _look_at_array(self, thing: np.ndarray) -> None:
+        if not thing.flags.writeable or thing.dtype == object:
+            return
+        if self._bytes + thing.nbytes > _MOST_BYTES:
+            self._large.append(thing)
+            return
         self._bytes += thing.nbytes
-        if self._bytes <= _MOST_BYTES and thing.flags.writeable and thing.dtype != object:
-            same = python_places.are_equal
-            self._contents[id(thing)] = Content(thing, np.copy, np.copyto, same, is_generator=False)
+        same = python_places.are_equal
+        self._contents[id(thing)] = Content(thing, np.copy, np.copyto, same, is_generator=False)
 
     def _look_at_wrapper(self, thing: Any) -> None:
         if isinstance(thing, functools.partial):

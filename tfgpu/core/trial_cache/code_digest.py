@@ -30,6 +30,7 @@ from tfgpu.core.trial_cache.libraries import Unknown
 
 _MOST, _MOST_BYTES = 20_000, 1 << 26  # things, and bytes of an array
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice)
+_log = logging.getLogger(__name__)
 _IMPURE = frozenset("open input eval exec compile __import__ globals locals vars".split())
 _NOT_CODE = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __abstractmethods__ _abc_impl _tfgpu __firstlineno__ "
@@ -38,12 +39,13 @@ _NOT_CODE = frozenset(
 )
 
 
-def of(*things: object, weights: bool = False) -> str:
+def of(*things: object, weights: bool = False, skips_unknown: bool = False) -> str:
     """The digest, as 32 letters.
 
     Args:
         things: functions, classes, layers, models, losses, metrics, arrays, plain values and structures of them.
         weights: it counts which variables are 0 all over, which may hide from a trial what depends on them.
+        skips_unknown: of what has no digest, only the class counts.
 
     Raises:
         Unknown: one of them, or something that it uses, has none.
@@ -52,7 +54,7 @@ def of(*things: object, weights: bool = False) -> str:
         >>> of(lambda x: x + 1) == of(lambda x: x + 1), of(lambda x: x + 1) == of(lambda x: x + 2)
         (True, False)
     """
-    writer = _Writer()
+    writer = _Writer(skips_unknown)
     try:
         writer.add(things)
         if weights:
@@ -60,6 +62,16 @@ def of(*things: object, weights: bool = False) -> str:
     except RecursionError as error:
         raise Unknown("it is nested too deeply") from error
     return writer.digest()
+
+
+def of_or_none(*things: object, **options: bool) -> str | None:
+    """The digest; None for code without one. It may be called where a step is traced."""
+    try:
+        with tf.init_scope():
+            return of(*things, **options)
+    except Exception as error:  # also of an object of the user's, in a property or `__eq__`
+        _log.debug("No digest: %s: %s", type(error).__name__, error)
+        return None
 
 
 def rows_of(structure: object) -> object:
@@ -70,7 +82,8 @@ def rows_of(structure: object) -> object:
 
 
 class _Writer:
-    def __init__(self):
+    def __init__(self, skips_unknown: bool = False):
+        self._skips_unknown = skips_unknown
         self._hash = hashlib.blake2b(digest_size=16)
         self._seen: dict[int, tuple[int, object]] = {}
         self._variables: list[keras.Variable | tf.Variable] = []
@@ -86,10 +99,13 @@ class _Writer:
         if len(self._seen) > _MOST:
             raise Unknown("it uses too many things")
         self._seen[id(thing)] = len(self._seen), thing  # kept, so that no other gets its `id`
-        for kinds, write in _WAYS:
-            if isinstance(thing, kinds):
-                return write(self, thing)
-        return self._add_instance(thing)
+        write = next((way for kinds, way in _WAYS if isinstance(thing, kinds)), _Writer._add_instance)
+        try:
+            return write(self, thing)
+        except Unknown:
+            if not self._skips_unknown:
+                raise
+            return self._write("unknown", type(thing).__qualname__)
 
     def add_zeros(self) -> None:
         """Which of the variables that were added are 0 all over."""
@@ -203,9 +219,6 @@ class _Writer:
 
     def _add_plain(self, thing: object) -> None:
         self._write(type(thing).__name__, repr(thing))
-
-    def _add_type(self, cls: object) -> None:
-        self._add_class(cls) if isinstance(cls, type) else self._add_plain(cls)
 
     def _add_class(self, cls: type) -> None:
         if libraries.has_module(cls.__module__):
@@ -342,11 +355,13 @@ _WAYS = (
     (keras.DTypePolicy, lambda writer, thing: writer._write("policy", thing.name)),
     (types.CodeType, _Writer._add_code),
     (types.FunctionType, _Writer._add_function),
-    ((type, types.GenericAlias, types.UnionType), _Writer._add_type),
+    (type, _Writer._add_class),
+    ((types.GenericAlias, types.UnionType), _Writer._add_plain),
     (_WRAPPERS, _Writer._add_wrapper),
     ((*_BUILTINS, np.ufunc), _Writer._add_builtin),
     ((tf.DType, np.dtype, tf.TensorShape, tf.TypeSpec), _Writer._add_plain),
     (tf.distribute.Strategy, lambda writer, thing: writer._write(type(thing).__name__, thing.num_replicas_in_sync)),
+    (types.SimpleNamespace, lambda writer, thing: writer._add_attributes(thing, frozenset())),
     (logging.Logger, lambda writer, thing: writer._write("logger")),
 )
 """How a thing is written, by its class."""

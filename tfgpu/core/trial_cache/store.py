@@ -79,14 +79,8 @@ def _path(kind: str, things: tuple, weights: bool) -> Path | None:
     is_alone = not replication.spans_processes(tf.distribute.get_strategy())
     if where is None or not is_alone or step_context.current().is_trying:
         return None
-    try:
-        with tf.init_scope():
-            return where / f"{code_digest.of(kind, _surroundings(), things, weights=weights)}.json"
-    except code_digest.Unknown as error:
-        _log.debug("The verdict of a %s is not kept: %s.", kind, error)
-    except Exception as error:  # of an object of the user's, in a property or `__eq__`
-        _log.debug("The verdict of a %s is not kept: %s: %s", kind, type(error).__name__, error)
-    return None
+    digest = code_digest.of_or_none(kind, _surroundings(), things, weights=weights)
+    return None if digest is None else where / f"{digest}.json"
 
 
 def _surroundings() -> tuple:

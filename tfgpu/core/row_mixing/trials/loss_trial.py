@@ -149,7 +149,8 @@ class LossTrial:
         self._kept.put_back()
         noting = layer_state.noting_assignments()
         with step_context.as_one_device(count), self.draws.run(count), _Apart() as scope, noting as self._noted:
-            values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
+            with self._kept.locked_arrays():
+                values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
             self.changes |= set(self._kept.changes())
             self._assigned = {
                 key: (variable, comparison.array(before), comparison.array(scope.state_mapping[key]))

@@ -50,7 +50,8 @@ class MetricTrial:
     def _tried(self) -> Needed | None:
         with self._captured.preserving_variables(), isolation.unchanged(self._metric, layers=()) as kept:
             try:
-                found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
+                with kept.locked_arrays():
+                    found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
             except Meets:
                 return Needed(False)
             changes = tuple(kept.changes())

@@ -1,0 +1,186 @@
+"""Code of the user's whose settings change between two trainings is tried again: it may mix rows now."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+import tfgpu
+
+X = np.random.default_rng(0).normal(size=(22, 5)).astype("float32")
+Y = X[:, :2] / 2
+SWITCHES = {"global": False}
+
+
+def mixed(values, switch):
+    """Multiplied by the mean of the batch, if the switch is on."""
+    return values * ops.mean(ops.square(values)) if switch else values
+
+
+class LayerOfAttribute(keras.layers.Layer):
+    on = False
+
+    def call(self, x):
+        return mixed(x, self.on)
+
+
+class LayerOfGlobal(keras.layers.Layer):
+    def call(self, x):
+        return mixed(x, SWITCHES["global"])
+
+
+class LayerOfObject(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.settings = types.SimpleNamespace(on=False)
+
+    def call(self, x):
+        return mixed(x, self.settings.on)
+
+
+class LossOfAttribute(keras.losses.Loss):
+    on = False
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y_true, y_pred):
+        self.calls += 1
+        return ops.mean(mixed(ops.square(y_pred - y_true), self.on), -1)
+
+
+class LossOfGlobal(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(mixed(ops.square(y_pred - y_true), SWITCHES["global"]), -1)
+
+
+class LossOfObject(keras.losses.Loss):
+    def __init__(self):
+        super().__init__()
+        self.settings = types.SimpleNamespace(on=False)
+
+    def call(self, y_true, y_pred):
+        return ops.mean(mixed(ops.square(y_pred - y_true), self.settings.on), -1)
+
+
+class MetricOfAttribute(keras.metrics.Metric):
+    on = False
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(mixed(ops.square(y_pred - y_true), self.on)))
+
+    def result(self):
+        return self.total + 0.0
+
+
+class StepOfAttribute(keras.Model):
+    on = False
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(mixed(ops.square(self(x) - y), self.on))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+class LossMethodOfAttribute(keras.Model):
+    on = False
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(mixed(ops.square(y_pred - y), self.on))
+
+
+def function_of_global(y_true, y_pred):
+    return ops.mean(mixed(ops.square(y_pred - y_true), SWITCHES["global"]), -1)
+
+
+def switch(things, is_on):
+    SWITCHES["global"] = is_on
+    for thing in things:
+        for owner in (thing, getattr(thing, "settings", None)):
+            if hasattr(owner, "on"):
+                owner.on = is_on
+
+
+def trained(strategy, own, *, is_eager, compiles_again):
+    """Weights and logs after a training with the switch off, and another one with it on."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        thing = own() if isinstance(own, type) and not issubclass(own, keras.Model) else own
+        inputs = keras.Input((5,))
+        hidden = thing(inputs) if isinstance(thing, keras.layers.Layer) else inputs
+        make = own if isinstance(own, type) and issubclass(own, keras.Model) else keras.Model
+        model = make(inputs, keras.layers.Dense(2)(hidden))
+    loss = thing if isinstance(thing, keras.losses.Loss) or own is function_of_global else "mse"
+    metrics = [thing] if isinstance(thing, keras.metrics.Metric) else None
+    logs = []
+    for is_on in (False, True):
+        switch((thing, model), is_on)
+        if compiles_again or not is_on:
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics, run_eagerly=is_eager)
+        logs += model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history.values()
+    return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(logs)])
+
+
+@pytest.mark.parametrize(
+    ("is_eager", "compiles_again"),
+    [(False, True), (True, False), pytest.param(True, True, marks=pytest.mark.slow)],
+    ids=["compiled", "eager", "eager-compiled-again"],
+)
+@pytest.mark.parametrize(
+    "own",
+    [
+        LayerOfAttribute,
+        LayerOfGlobal,
+        LayerOfObject,
+        LossOfAttribute,
+        LossOfGlobal,
+        LossOfObject,
+        MetricOfAttribute,
+        StepOfAttribute,
+        LossMethodOfAttribute,
+        function_of_global,
+    ],
+    ids=lambda own: own.__name__,
+)
+def test_a_setting_that_changes_between_trainings_is_noticed(own, is_eager, compiles_again):
+    how = {"is_eager": is_eager, "compiles_again": compiles_again}
+    expected = trained(tfgpu.strategy("one_device"), own, **how)
+    np.testing.assert_allclose(trained(tfgpu.strategy("mirrored", 2), own, **how), expected, rtol=1e-5, atol=1e-5)
+
+
+class Bank(keras.layers.Layer):
+    """Remembers what it has seen in an array that is too large for the trial to copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = np.zeros((1 << 20, 5), "float32")
+        self.count = 0
+
+    def call(self, x):
+        if tf.executing_eagerly():
+            self.rows[self.count] = np.mean(x, 0)
+            self.count += 1
+        return x
+
+
+def test_an_array_that_is_too_large_to_be_put_back_is_not_changed_by_the_trial(caplog):
+    with tfgpu.strategy("mirrored", 2).scope():
+        inputs, bank = keras.Input((5,)), Bank()
+        model = keras.Model(inputs, keras.layers.Dense(2)(bank(inputs)))
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(X[:8], Y[:8], batch_size=8, shuffle=False, verbose=0)
+    assert "could not be tried" in caplog.text and "assignment destination is read-only" in caplog.text
+    np.testing.assert_allclose(bank.rows[0], X[:8].mean(0), rtol=1e-5)
+    assert not bank.rows[bank.count :].any()
