@@ -42,7 +42,7 @@ def test_every_row_keeps_the_rules_of_gpus():
         gathers_rows = name.startswith("predict")  # the outputs, for the caller
         assert facts["to host, bytes of rows"] == 0 or (gathers_rows and " workers" in name), name
         assert facts["between devices, bytes of rows"] == 0 or gathers_rows or name.endswith(SPREAD), name
-        assert facts.get(traced_rows.WHOLE, 0) <= 16, name
+        assert facts.get(traced_rows.WHOLE, 0) <= 16 or "hierarchical" in name, name  # which sums on one GPU a machine
         assert facts["one order"] and "another worker has" not in facts, name
         assert not facts["gradients in conditions"], name
         on_host = {"Split int32"} if name.endswith("sequence") else set()  # token ids, which come from the host

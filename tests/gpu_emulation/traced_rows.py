@@ -54,8 +54,8 @@ class Row:
         path: `fit`, `loop` (a hand-written one), `evaluate` or `predict`.
         precision: a dtype policy of Keras.
         rows: `even`: static batches that divide evenly; `rest`: batches of any size.
-        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `recompute`, `bfloat16-gradients`, `packs` (small),
-            `replica-moments` (of BatchNormalization), one of `SPREAD` or "".
+        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `hierarchical` (also `hierarchical-zero-2`), `recompute`,
+            `bfloat16-gradients`, `packs` (small), `replica-moments` (of BatchNormalization), one of `SPREAD` or "".
         fast: in `make test`.
     """
 
@@ -127,6 +127,7 @@ _ALL += [Row("bags", "mirrored-2", "loop"), Row("padded_vectors", "mirrored-2", 
 _ALL += [Row("cnn", "one", option="accumulation"), Row("cnn", "mirrored-2", option="replica-moments")]
 _ALL += [Row("embeddings", "mirrored-2", option="xla"), Row("gan", "mirrored-2", precision="mixed_float16")]
 _ALL += [Row("cnn", "one", option="place"), Row("experts", "mirrored-2", option="expert")]
+_ALL += [Row("cnn", "workers-2x4", option=f"hierarchical{shard}") for shard in ("", "-zero-2", "-zero-3")]
 _FAST = {
     "fit cnn mirrored-2 float32 even",
     "fit language one float32 even",
@@ -180,9 +181,10 @@ def strategy_of(row: Row, local: int) -> tf.distribute.Strategy:
     """The row's strategy, as `tfgpu.strategy` makes it on GPUs."""
     options = {
         "bfloat16-gradients": {"reduce_dtype": "bfloat16"},
+        "hierarchical": {"all_reduce": "hierarchical"},
         "packs": {"bytes_per_pack": 256},
         "replica-moments": {"batch_norm": "replica"},
-    }.get(row.option, {})
+    }.get(row.option.split("-zero")[0], {})
     names = [f"CPU:{number + 1}" for number in range(local)]
     if row.strategy.startswith("workers"):
         return tfgpu.strategy("multi_worker", **options)
@@ -195,7 +197,7 @@ def run(row: Row, strategy: tf.distribute.Strategy, replicas: int) -> keras.Mode
     is_spread = row.option in SPREAD
     with contextlib.nullcontext() if is_spread else strategy.scope():
         model, compiling, data = MODELS[row.model]()
-        if row.option.startswith("zero"):
+        if "zero" in row.option:
             model = tfgpu.parallel.shard(model, int(row.option[-1]))
     if row.option == "recompute" or is_spread:
         model = SPREAD.get(row.option, tfgpu.parallel.recompute)(model)
