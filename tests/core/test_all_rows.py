@@ -544,7 +544,7 @@ class Mixed(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("is_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("way", "activation"), [*itertools.product(["loss", "train_step"], ["softmax", "sigmoid"]), ("layer", "softmax")]
 )

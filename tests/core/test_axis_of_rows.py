@@ -54,6 +54,8 @@ LOSSES = {
     "focal": lambda: losses.CategoricalFocalCrossentropy(axis=0),
 }
 METRICS = {
+    "iou": functools.partial(metrics.OneHotIoU, 8, [0, 1], axis=0),
+    "mean-iou": functools.partial(metrics.OneHotMeanIoU, 8, axis=0),
     "cosine": lambda: metrics.CosineSimilarity(axis=0),
     "correlation": lambda: metrics.PearsonCorrelation(axis=0),
     "crossentropy": lambda: metrics.CategoricalCrossentropy(axis=0),
@@ -100,9 +102,14 @@ def check(train, *args, **kwargs):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (at > 1)) for at, each in enumerate(LAYERS)]
-)
+def some_fast(kinds, *fast):
+    """The other kinds run with the slow tests."""
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in fast)) for kind in kinds]
+    )
+
+
+@some_fast(LAYERS, "softmax")
 def test_layers(kind):
     check(fitted, layer=lambda x: copied(LAYERS[kind])(x))
 
@@ -117,12 +124,12 @@ def test_layers_in_a_loop(kind):
     check(looped, layer=lambda x: copied(LAYERS[kind])(x))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@some_fast(LOSSES, "cosine")
 def test_losses(kind):
     check(fitted, loss=LOSSES[kind])
 
 
-@pytest.mark.parametrize("kind", METRICS)
+@some_fast(METRICS, "iou", "cosine")
 def test_metrics(kind):
     check(fitted, metric=METRICS[kind])
 
@@ -162,7 +169,7 @@ BROADCAST = {  # the shapes of labels and outputs
 }
 
 
-@pytest.mark.parametrize("kind", BROADCAST)
+@some_fast(BROADCAST, "squares")
 def test_labels_that_are_broadcast_along_the_rows_of_outputs(kind):
     own, labels, shape = BROADCAST[kind]
 
@@ -194,7 +201,10 @@ def test_logits_of_another_activation_are_one_device_s():
     check(train)
 
 
-@pytest.mark.parametrize("kind", [losses.Hinge, losses.SquaredHinge, metrics.Hinge])
+@pytest.mark.parametrize(
+    "kind",
+    [losses.Hinge, *(pytest.param(each, marks=pytest.mark.slow) for each in (losses.SquaredHinge, metrics.Hinge))],
+)
 def test_labels_of_a_hinge_are_read_from_the_whole_batch(kind):
     """Keras takes labels for -1 and 1 if one of them is neither 0 nor 1, in whatever row."""
     labels = (np.arange(20) % 2).astype("float32")

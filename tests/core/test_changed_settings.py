@@ -133,26 +133,34 @@ def trained(strategy, own, *, is_eager, compiles_again):
     return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(logs)])
 
 
+OWN = [
+    LayerOfAttribute,
+    LayerOfGlobal,
+    LayerOfObject,
+    LossOfAttribute,
+    LossOfGlobal,
+    LossOfObject,
+    MetricOfAttribute,
+    StepOfAttribute,
+    LossMethodOfAttribute,
+    function_of_global,
+]
+WAYS = {"compiled": (False, True), "eager": (True, False), "eager-compiled-again": (True, True)}
+FAST = {
+    (LayerOfObject, "compiled"),
+    (LossOfObject, "eager"),
+    (MetricOfAttribute, "compiled"),
+    (StepOfAttribute, "eager"),
+}
+
+
 @pytest.mark.parametrize(
-    ("is_eager", "compiles_again"),
-    [(False, True), (True, False), pytest.param(True, True, marks=pytest.mark.slow)],
-    ids=["compiled", "eager", "eager-compiled-again"],
-)
-@pytest.mark.parametrize(
-    "own",
+    ("own", "is_eager", "compiles_again"),
     [
-        LayerOfAttribute,
-        LayerOfGlobal,
-        LayerOfObject,
-        LossOfAttribute,
-        LossOfGlobal,
-        LossOfObject,
-        MetricOfAttribute,
-        StepOfAttribute,
-        LossMethodOfAttribute,
-        function_of_global,
+        pytest.param(own, *WAYS[way], id=f"{own.__name__}-{way}", marks=[pytest.mark.slow] * ((own, way) not in FAST))
+        for own in OWN
+        for way in WAYS
     ],
-    ids=lambda own: own.__name__,
 )
 def test_a_setting_that_changes_between_trainings_is_noticed(own, is_eager, compiles_again):
     how = {"is_eager": is_eager, "compiles_again": compiles_again}

@@ -87,7 +87,7 @@ def looped(strategy, each):
     return weights_of(model)
 
 
-@pytest.mark.parametrize("each", [4, 5])  # a trial's parts have 2, 3 or 4 rows
+@pytest.mark.parametrize("each", [4, pytest.param(5, marks=pytest.mark.slow)])  # a trial's parts have 2, 3 or 4 rows
 @pytest.mark.parametrize(
     "train",
     [

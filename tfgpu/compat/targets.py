@@ -22,6 +22,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "CSVLogger": ("keras.src.callbacks.csv_logger:CSVLogger",),
     "CallbackList": ("keras.src.callbacks.callback_list:CallbackList",),
     "Equalization": ("keras.src.layers:Equalization",),
+    "IoUBase": ("keras.src.metrics.iou_metrics:_IoUBase",),
     "KerasFunction": ("keras.src.ops.function:Function",),
     "GeneratorDataAdapter": ("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter",),
     "GroupedQueryAttention": ("keras.src.layers.attention.grouped_query_attention:GroupedQueryAttention",),
