@@ -68,10 +68,10 @@ def model_of(layer, activation="softmax"):
     return keras.Model(inputs, layers.Dense(2, activation)(hidden))
 
 
-def fitted(strategy, layer=None, loss=lambda: "mse", metric=None):
+def fitted(strategy, layer=None, loss=lambda: "mse", metric=None, activation="softmax"):
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = model_of(layer)
+        model = model_of(layer, activation)
         model.compile(keras.optimizers.SGD(0.1), loss(), metrics=[metric()] if metric else [])
     history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
     found = [*model.get_weights(), *map(np.asarray, history.values()), model.predict(X, batch_size=8, verbose=0)]
@@ -169,70 +169,41 @@ BROADCAST = {  # the shapes of labels and outputs
 }
 
 
+def labelled(strategy, labels, outputs, own):
+    """Weights and logs of a model that ends in these layers, with a loss or a metric."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), *outputs()])
+        made = own()
+        is_loss = isinstance(made, losses.Loss)
+        loss = made if is_loss else lambda y, p: tf.reduce_mean(p * p)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=None if is_loss else [made])
+    logs = model.fit(X, labels, batch_size=8, shuffle=False, verbose=0).history
+    return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(list(logs.values()))])
+
+
 @some_fast(BROADCAST, "squares")
 def test_labels_that_are_broadcast_along_the_rows_of_outputs(kind):
     own, labels, shape = BROADCAST[kind]
-
-    def train(strategy):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            outputs = [layers.Dense(2, "sigmoid"), layers.Reshape(shape)]
-            model = keras.Sequential([keras.Input((6,)), *outputs])
-            is_loss = issubclass(own, losses.Loss)
-            loss, metric = (own(), None) if is_loss else (lambda y, p: tf.reduce_mean(p * p), [own()])
-            model.compile(keras.optimizers.SGD(0.1), loss, metrics=metric)
-        logs = model.fit(X, labels, batch_size=8, shuffle=False, verbose=0).history
-        return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(list(logs.values()))])
-
-    check(train)
+    check(labelled, labels, lambda: [layers.Dense(2, "sigmoid"), layers.Reshape(shape)], own)
 
 
-def test_logits_of_another_activation_are_one_device_s():
-    """Keras takes the logits of any activation in any of its cross-entropies."""
-
-    def train(strategy):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((6,)), layers.Dense(2, "sigmoid")])
-            model.compile(keras.optimizers.SGD(0.1), losses.CategoricalCrossentropy(axis=0))
-        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
-        return np.concatenate([each.ravel() for each in model.get_weights()])
-
-    check(train)
+HINGES = {"loss": losses.Hinge, "squares": losses.SquaredHinge, "metric": metrics.Hinge}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [losses.Hinge, *(pytest.param(each, marks=pytest.mark.slow) for each in (losses.SquaredHinge, metrics.Hinge))],
-)
+@some_fast(HINGES, "loss")
 def test_labels_of_a_hinge_are_read_from_the_whole_batch(kind):
     """Keras takes labels for -1 and 1 if one of them is neither 0 nor 1, in whatever row."""
     labels = (np.arange(20) % 2).astype("float32")
     labels[[5, 17]] = -1.0
-
-    def train(strategy):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((6,)), layers.Dense(1, "tanh")])
-            is_loss = issubclass(kind, losses.Loss)
-            model.compile(
-                keras.optimizers.SGD(0.1), kind() if is_loss else "mse", metrics=None if is_loss else [kind()]
-            )
-        logs = model.fit(X, labels, batch_size=8, shuffle=False, verbose=0).history
-        return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(list(logs.values()))])
-
-    check(train)
+    check(labelled, labels, lambda: [layers.Dense(1, "tanh")], HINGES[kind])
 
 
 def test_dice_of_labels_that_are_broadcast_over_classes():
     labels = (np.arange(20) % 2).astype("float32")[:, None]
+    check(labelled, labels, lambda: [layers.Dense(3, "sigmoid")], lambda: losses.Dice(axis=0))
 
-    def train(strategy):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((6,)), layers.Dense(3, "sigmoid")])
-            model.compile(keras.optimizers.SGD(0.1), losses.Dice(axis=0))
-        model.fit(X, labels, batch_size=8, shuffle=False, verbose=0)
-        return np.concatenate([each.ravel() for each in model.get_weights()])
 
-    check(train)
+def test_logits_of_another_activation_are_one_device_s():
+    """Keras takes the logits of any activation in any of its cross-entropies."""
+    check(fitted, loss=lambda: losses.CategoricalCrossentropy(axis=0), activation="sigmoid")

@@ -229,12 +229,16 @@ def test_what_keras_locks_is_no_change():
 
 
 def test_arrays_that_are_too_large_to_be_put_back_are_locked():
-    holder = types.SimpleNamespace(large=np.zeros(5 << 20, "float32"), small=np.zeros(3))
+    large = np.zeros(6 << 20, "float32")
+    holder = types.SimpleNamespace(part=large[: 5 << 20], large=large, rest=large[1 << 20 :], small=np.zeros(3))
     kept = Kept([holder])
     with kept.without_iterators():
         holder.small[0] = 1.0
+        with kept.locked_arrays():
+            pass
         with pytest.raises(ValueError, match="read-only"):
             holder.large[0] = 1.0
+    assert holder.part.flags.writeable and holder.rest.flags.writeable
     holder.large[0] = 2.0
     kept.put_back()
     assert holder.small[0] == 0.0 and holder.large[0] == 2.0

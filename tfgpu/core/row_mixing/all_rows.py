@@ -206,7 +206,7 @@ def _squeezes(function: Callable) -> bool:
 def _is_broadcast(name: str, y_true: object, y_pred: object, squeezes: bool) -> bool:
     """Whether a function of Keras's pairs the labels of each row with the outputs of all rows, by their ranks."""
     shapes = getattr(y_true, "shape", None), getattr(y_pred, "shape", None)
-    if None in shapes or name.startswith("sparse_"):
+    if any(shape is None or shape == tf.TensorShape(None) for shape in shapes) or name.startswith("sparse_"):
         return False
     low, high = sorted(shapes, key=len)
     if name == "categorical_generalized_cross_entropy":  # it makes numbers of classes one-hot

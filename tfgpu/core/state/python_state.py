@@ -110,12 +110,13 @@ class Kept:
     @contextlib.contextmanager
     def locked_arrays(self) -> Iterator[None]:
         """Inside the block, arrays that are too large to be put back cannot be written: NumPy raises `ValueError`."""
-        for array in self._large:
+        locked = [array for array in self._large if array.flags.writeable]  # an outer block may hold some
+        for array in locked:
             array.flags.writeable = False
         try:
             yield
         finally:
-            for array in self._large:
+            for array in sorted(locked, key=lambda each: isinstance(each.base, np.ndarray)):  # views after their owners
                 array.flags.writeable = True
 
     def put_back_counts(self) -> None:
