@@ -199,6 +199,17 @@ def test_labels_of_a_hinge_are_read_from_the_whole_batch(kind):
     check(labelled, labels, lambda: [layers.Dense(1, "tanh")], HINGES[kind])
 
 
+def test_a_hinge_in_a_condition_says_that_it_reads_its_own_labels(caplog):
+    def loss(y_true, y_pred):
+        return tf.cond(tf.size(y_pred) > 0, lambda: losses.hinge(y_true, y_pred), lambda: y_pred[:, 0])
+
+    with tfgpu.strategy("mirrored", 2).scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1, "tanh")])
+        model.compile("sgd", tfgpu.by_rows(loss))
+    model.fit(X, (np.arange(20) % 2).astype("float32")[:, None], batch_size=8, verbose=0)
+    assert caplog.text.count("reads from its own labels whether they are 0 and 1") == 1
+
+
 def test_dice_of_labels_that_are_broadcast_over_classes():
     labels = (np.arange(20) % 2).astype("float32")[:, None]
     check(labelled, labels, lambda: [layers.Dense(3, "sigmoid")], lambda: losses.Dice(axis=0))

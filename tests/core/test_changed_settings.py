@@ -152,6 +152,7 @@ FAST = {
     (MetricOfAttribute, "compiled"),
     (StepOfAttribute, "eager"),
 }
+AT_ONCE = {(StepOfAttribute, "begin"), (LayerOfObject, "end")}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,54 @@ def test_a_setting_that_changes_between_trainings_is_noticed(own, is_eager, comp
     how = {"is_eager": is_eager, "compiles_again": compiles_again}
     expected = trained(tfgpu.strategy("one_device"), own, **how)
     np.testing.assert_allclose(trained(tfgpu.strategy("mirrored", 2), own, **how), expected, rtol=1e-5, atol=1e-5)
+
+
+class SwitchesOn(keras.callbacks.Callback):
+    """Switches on in the second of three epochs."""
+
+    def __init__(self, hook, *things):
+        super().__init__()
+        self.things = things
+        if hook == "begin":
+            self.on_epoch_begin = lambda epoch, logs=None: self.act(epoch - 1)
+        else:
+            self.on_epoch_end = lambda epoch, logs=None: self.act(epoch)
+
+    def act(self, at):
+        if at == 0:
+            switch((*self.things, self.model), True)
+
+
+def trained_at_once(strategy, own, hook):
+    """Weights and logs of one training in eager steps, in which a callback turns the switch."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        thing = own() if isinstance(own, type) and not issubclass(own, keras.Model) else own
+        inputs = keras.Input((5,))
+        hidden = thing(inputs) if isinstance(thing, keras.layers.Layer) else inputs
+        make = own if isinstance(own, type) and issubclass(own, keras.Model) else keras.Model
+        model = make(inputs, keras.layers.Dense(2)(hidden))
+        switch((thing, model), False)
+        loss = thing if isinstance(thing, keras.losses.Loss) or own is function_of_global else "mse"
+        metrics = [thing] if isinstance(thing, keras.metrics.Metric) else None
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics, run_eagerly=True)
+    turns = SwitchesOn(hook, thing)
+    logs = model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[turns]).history
+    return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel([*logs.values()])])
+
+
+@pytest.mark.parametrize(
+    ("own", "hook"),
+    [
+        pytest.param(own, hook, id=f"{own.__name__}-{hook}", marks=[pytest.mark.slow] * ((own, hook) not in AT_ONCE))
+        for own in OWN
+        for hook in ("begin", "end")
+    ],
+)
+def test_a_setting_that_a_callback_changes_between_epochs_is_noticed(own, hook):
+    expected = trained_at_once(tfgpu.strategy("one_device"), own, hook)
+    found = trained_at_once(tfgpu.strategy("mirrored", 2), own, hook)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 class Bank(keras.layers.Layer):

@@ -37,7 +37,14 @@ def mix_rows_of_all_replicas() -> None:
     @wrap("losses.convert_binary_labels_to_hinge")
     def convert(stock, y_true):
         """Labels of 0 and 1 become -1 and 1, unless a row of the batch has another label."""
-        if not gathering.may_meet() or not gathering.can_meet():
+        if not gathering.may_meet():
+            return stock(y_true)
+        if not gathering.can_meet():
+            gathering.tell_apart(
+                "A hinge loss or metric is called in a condition, a loop or a tf.function, where replicas cannot "
+                "communicate: each replica reads from its own labels whether they are 0 and 1. Call it outside, or "
+                "give it labels of -1 and 1."
+            )
             return stock(y_true)
         is_other = ops.any(ops.logical_and(ops.not_equal(y_true, 0), ops.not_equal(y_true, 1)))
         (has_other,) = row_sums.most([ops.cast(is_other, "float32")])

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfgpu.compat import attributes, slots
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
-from tfgpu.core import step_context
+from tfgpu.core import step_blocks, step_context
 from tfgpu.core.row_mixing.trials.drawn_inputs import spec_of
 from tfgpu.core.trial_cache import code_digest
 
@@ -60,15 +60,24 @@ def _of_setting(value: object, changing: Collection[str]) -> object:
 def of_code(owner: object) -> str | None:
     """A digest of a layer, loss, metric or model and of all that its code uses; None if it has none.
 
-    It is taken once in each `fit` or `evaluate`, and for `strategy.run` in each trace.
+    It is taken once in each epoch of a `fit` or `evaluate`, and for `strategy.run` in each trace.
     """
     run = step_context.current().run
     if run is None and tf.executing_eagerly():
         return None
-    known = {} if run is None else vars(slots.of(run)).setdefault("digests", {})
+    known = {} if run is None else _digests_of(run)
     if id(owner) not in known:
         known[id(owner)] = owner, code_digest.of_or_none(owner, skips_unknown=True)
     return known[id(owner)][1]
+
+
+def _digests_of(run: step_blocks.Run) -> dict:
+    """What is known in this epoch: between two, callbacks may change what the code uses."""
+    held = vars(slots.of(run))
+    if "digests" not in held:
+        held["digests"] = {}
+        run.epoch_ends.append(held["digests"].clear)
+    return held["digests"]
 
 
 def of_layer(layer: keras.layers.Layer) -> tuple:

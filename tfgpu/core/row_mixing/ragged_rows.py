@@ -1,15 +1,10 @@
 """Rows that are padded: to the longest row of the batch, as on one device, not of the replica."""
 
-import logging
-
 import tensorflow as tf
 
-from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, replication, step_context, travel
+from tfgpu.core import collectives, step_context, travel
 from tfgpu.core.row_mixing import gathering
-
-_log = logging.getLogger(__name__)
 
 
 def pad_to_longest_row() -> None:
@@ -80,11 +75,8 @@ def _over_replicas(own: tf.Tensor) -> tf.Tensor:
 
 
 def _tell_apart() -> None:
-    told = vars(slots.of(replication.replica_context().strategy)).setdefault("told_apart", set())
-    if "ragged rows" not in told:
-        told.add("ragged rows")
-        _log.warning(
-            "Rows are padded in a condition, a loop or a tf.function, where replicas cannot communicate: each replica "
-            "pads to its own longest row. Do that outside, or call `to_tensor` with a `shape` (`tf.sequence_mask` with "
-            "`maxlen`)."
-        )
+    gathering.tell_apart(
+        "Rows are padded in a condition, a loop or a tf.function, where replicas cannot communicate: each replica "
+        "pads to its own longest row. Do that outside, or call `to_tensor` with a `shape` (`tf.sequence_mask` with "
+        "`maxlen`)."
+    )
