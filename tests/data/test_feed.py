@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.data import feed, load, position
-from tfgpu.data.assembly.epoch_spec import EpochSpec
+from tfgpu.data.epoch import EpochSpec
 from tfgpu.errors import InputError
 
 
@@ -77,7 +77,7 @@ import threading, time
 import numpy as np, tensorflow as tf
 tf.config.experimental.enable_op_determinism()
 from tfgpu.data import feed, position
-from tfgpu.data.assembly.epoch_spec import EpochSpec
+from tfgpu.data.epoch import EpochSpec
 from tfgpu.data.examples import Examples
 running, most, begun, lock = 0, 0, 0, threading.Lock()
 def wait(n):

@@ -3,8 +3,8 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.data import feed, load
-from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.decoding import Reading
+from tfgpu.data.epoch import EpochSpec
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.data import load
-from tfgpu.data.structure import pictures
+from tfgpu.data import decoding, load
 from tfgpu.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -97,14 +96,14 @@ def test_batches_are_those_of_the_arrays_to_the_bit(tmp_path, name, memory):
 def test_a_worker_loads_its_own_rows_alone(tmp_path, monkeypatch, name):
     write, source, _ = SOURCES[name]
     write(tmp_path)
-    read, decode = [], pictures.decode_image
+    read, decode = [], decoding.decode_image
 
     def counted(encoded, size=None):
         note = tf.numpy_function(lambda: read.append(1) or np.int64(0), [], tf.int64)
         with tf.control_dependencies([note]):
             return decode(tf.identity(encoded), size)
 
-    monkeypatch.setattr(pictures, "decode_image", counted)
+    monkeypatch.setattr(decoding, "decode_image", counted)
     data = load(source.format(tmp_path), **{**SETTINGS, "global_batch": 4, "validation": 0}, memory_bytes=100)
     expected = batches(data.train)
     for shard in (0, 1):

@@ -9,8 +9,7 @@ import pytest
 import tfgpu
 from tfgpu.data import Remote, load, records, write_shards
 from tfgpu.data.sources import open_source
-from tfgpu.data.storage.block_cache import BlockCache
-from tfgpu.data.storage.remote_files import BLOCK_BYTES, Storage
+from tfgpu.data.storage.remote_files import BLOCK_BYTES, BlockCache, Storage
 from tfgpu.errors import InputError, MachineError
 
 ROWS = 60

@@ -19,7 +19,7 @@ import tfgpu
 from tfgpu import cli
 from tfgpu.errors import InputError, MachineError
 from tfgpu.interop import build_kernel, custom_op
-from tfgpu.interop.building import MARK, built_for
+from tfgpu.interop.operations import MARK, built_for
 
 KERNELS = Path(__file__).parents[2] / "examples" / "kernels"
 CC, CU = KERNELS / "bias_gelu.cc", KERNELS / "bias_gelu.cu"

@@ -9,6 +9,7 @@ Source: M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2) Memory", 202
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -150,7 +151,8 @@ class Loop(abc.ABC):
         """The output for all queries."""
         query, key, value, *others = given
         query, others = self._padded(query, 1), [self._padded(each, 2) for each in others]
-        outputs = tf.TensorArray(value.dtype, size=self._count, element_shape=self._shape_of(query, value))
+        shape = tf.TensorShape([query.shape[0], self._size, query.shape[2], value.shape[3]])
+        outputs = tf.TensorArray(value.dtype, size=self._count, element_shape=shape)
 
         def step(at, outputs):
             rows, more = self._rows(query, at, 1), [self._rows(each, at, 2) for each in others]
@@ -161,34 +163,34 @@ class Loop(abc.ABC):
 
     def backward(self, given: Sequence[tf.Tensor], upstream: tf.Tensor) -> list[tf.Tensor]:
         """The gradients of what was given."""
-        query, key, value, *others = given
-        padded, upstream = self._padded(query, 1), self._padded(upstream, 1)
-        wholes = [self._padded(each, 2) for each in others]
-        by_rows = [query, *(each for each in others if _has_rows(each))]
-        added = [key, value, *(each for each in others if not _has_rows(each))]
-        arrays = [tf.TensorArray(each.dtype, size=self._count) for each in by_rows]
-        # Sums of many blocks in 16 bits would lose what one sum does not.
-        sums = [tf.zeros(tf.shape(each), _wide(each.dtype)) for each in added]
+        # Along which axis a value is cut by blocks; the gradients of the others add up.
+        axes = [1, None, None, *(2 if _has_rows(each) else None for each in given[3:])]
+        values = [each if axis is None else self._padded(each, axis) for each, axis in zip(given, axes, strict=True)]
+        upstream = self._padded(upstream, 1)
 
-        def step(at, arrays, sums):
-            rows, pieces = self._rows(padded, at, 1), [self._rows(each, at, 2) for each in wholes]
+        def start(each: tf.Tensor, axis: int | None) -> tf.TensorArray | tf.Tensor:
+            if axis is not None:
+                return tf.TensorArray(each.dtype, size=self._count)
+            return tf.zeros(tf.shape(each), _wide(each.dtype))  # sums in 16 bits would lose what one sum does not
+
+        def step(at, state):
+            pieces = [
+                each if axis is None else self._rows(each, at, axis) for each, axis in zip(values, axes, strict=True)
+            ]
             with tf.GradientTape() as tape:
-                tape.watch([rows, key, value, *pieces])
-                output = self._block(at, rows, key, value, pieces)
-            of_query, of_key, of_value, *of_others = tape.gradient(
-                output, [rows, key, value, *pieces], self._rows(upstream, at, 1)
-            )
-            has_rows = [_has_rows(each) for each in others]
-            mine = [of_query, *(each for each, own in zip(of_others, has_rows, strict=True) if own)]
-            more = [of_key, of_value, *(each for each, own in zip(of_others, has_rows, strict=True) if not own)]
-            arrays = [array.write(at, each) for array, each in zip(arrays, mine, strict=True)]
-            return at + 1, arrays, [total + tf.cast(each, total.dtype) for total, each in zip(sums, more, strict=True)]
+                tape.watch(pieces)
+                output = self._block(at, *pieces[:3], pieces[3:])
+            found = tape.gradient(output, pieces, self._rows(upstream, at, 1))
+            return at + 1, [
+                kept + tf.cast(each, kept.dtype) if axis is None else kept.write(at, each)
+                for kept, each, axis in zip(state, found, axes, strict=True)
+            ]
 
-        _, arrays, sums = self._loop(step, (0, arrays, sums))
-        sums = [tf.cast(total, each.dtype) for total, each in zip(sums, added, strict=True)]
-        joined = [self._joined(array, 1 if at == 0 else 2) for at, array in enumerate(arrays)]
-        of_rows, of_all = iter(joined[1:]), iter(sums[2:])
-        return [joined[0], *sums[:2], *(next(of_rows) if _has_rows(each) else next(of_all) for each in others)]
+        _, state = self._loop(step, (0, [start(each, axis) for each, axis in zip(given, axes, strict=True)]))
+        return [
+            tf.cast(kept, each.dtype) if axis is None else self._joined(kept, axis)
+            for kept, each, axis in zip(state, given, axes, strict=True)
+        ]
 
     def _loop(self, step, state):
         """Runs a step for each block, one after another, so that the scores of one are there at a time."""
@@ -215,9 +217,6 @@ class Loop(abc.ABC):
         found = tf.slice(value, begin, size)
         found.set_shape([*value.shape[:axis], self._size, *value.shape[axis + 1 :]])
         return found
-
-    def _shape_of(self, query: tf.Tensor, value: tf.Tensor) -> tf.TensorShape:
-        return tf.TensorShape([query.shape[0], self._size, query.shape[2], value.shape[3]])
 
     def _joined(self, blocks: tf.TensorArray, axis: int) -> tf.Tensor:
         """The blocks one after another along an axis, without what filled up the last."""
@@ -296,12 +295,7 @@ class Blocks(Loop):
                 found.append((columns <= rows)[None, None])
             if masks.window is not None:
                 found.append((tf.abs(rows - columns) < masks.window)[None, None])
-        if not found:
-            return None
-        whole = found[0]
-        for each in found[1:]:
-            whole = tf.logical_and(whole, each)
-        return whole
+        return functools.reduce(tf.logical_and, found) if found else None
 
 
 class _Seed(keras.random.SeedGenerator):

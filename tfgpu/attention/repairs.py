@@ -30,35 +30,13 @@ def compute_by_blocks() -> None:
         query, key, value = (tf.cast(each, dtype) for each in (query, key, value))
         if scale is None:
             scale = 1 / tf.sqrt(tf.cast(tf.shape(key)[-1], tf.float32))
-        return blockwise.attention(
-            query,
-            key,
-            value,
-            scale=scale,
-            bias=None if bias is None else separate_masks.by_heads(tf.convert_to_tensor(bias, dtype)),
-            masks=blockwise.Masks(pairs=separate_masks.pairs_of(mask), is_causal=is_causal),
-            soft_cap=more.get("attn_logits_soft_cap"),
-        )
+        masks = blockwise.Masks(pairs=separate_masks.pairs_of(mask), is_causal=is_causal)
+        cap = more.get("attn_logits_soft_cap")
+        bias = None if bias is None else separate_masks.by_heads(tf.convert_to_tensor(bias, dtype))
+        return blockwise.attention(query, key, value, scale=scale, bias=bias, masks=masks, soft_cap=cap)
 
     separate_masks.keepers.register(asked.of_layer)
     separate_masks.install()
-    _wrap_attention()
-
-
-def _wrap_switch(name: str, value: bool) -> None:
-    @wrap(f"keras.config.{name}")
-    def switch(stock):
-        _switch(value)
-        stock()
-
-
-def _switch(value: bool) -> None:
-    asked.enable(value)
-    for install in asked.takers if value else ():
-        install()
-
-
-def _wrap_attention() -> None:
     for name in ("MultiHeadAttention", "GroupedQueryAttention"):
 
         @wrap(f"{name}.compute_attention")
@@ -75,6 +53,19 @@ def _wrap_attention() -> None:
             if settings.dropout and training:
                 dropout = blockwise.Dropout(settings.dropout, settings.seed.next())
             return blockwise.attention(query, key, value, scale=settings.scale, masks=masks, dropout=dropout), None
+
+
+def _wrap_switch(name: str, value: bool) -> None:
+    @wrap(f"keras.config.{name}")
+    def switch(stock):
+        _switch(value)
+        stock()
+
+
+def _switch(value: bool) -> None:
+    asked.enable(value)
+    for install in asked.takers if value else ():
+        install()
 
 
 def lacks_flash_attention() -> bool:

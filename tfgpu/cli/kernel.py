@@ -29,6 +29,6 @@ def build_kernel(
     timeout_s: option(float, "Limit for each compiler call.", "--timeout", metavar="SECONDS") = 600.0,
 ) -> None:
     start_tensorflow()
-    building = imported("tfgpu.interop.building")
+    building = imported("tfgpu.interop.operations")
     library = building.build_kernel(sources, output=output, cuda=cuda, architectures=architectures, timeout_s=timeout_s)
     print(library)

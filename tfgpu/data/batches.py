@@ -13,15 +13,13 @@ from tfgpu.cluster import Cluster
 from tfgpu.data import cache as caching
 from tfgpu.data import epoch, position, sources, splits
 from tfgpu.data import service as remote
-from tfgpu.data.assembly.epoch_spec import EpochSpec
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.augmentation import targets as moving
-from tfgpu.data.decoding import Reading, check_length, check_size
+from tfgpu.data.decoding import Reading, check_size
 from tfgpu.data.examples import Examples
 from tfgpu.data.feed import Feed, batches
-from tfgpu.data.structure.arrays import Task, check_task
-from tfgpu.data.structure.facts import Target, targets_of
+from tfgpu.data.structure.arrays import Target, Task, check_task, targets_of
 from tfgpu.errors import InputError, is_number, whole_number
 
 _log = logging.getLogger(__name__)
@@ -169,14 +167,22 @@ def load(
         (1258, 40)
     """
     stages = augment if augment == "auto" else augmentations.parse_stages(augment)
-    _check_numbers(global_batch, seed, split_seed, cluster)
+    whole_number("global_batch", global_batch)
+    for name, value in (("seed", seed), ("split_seed", split_seed)):
+        whole_number(name, value, minimum=0, maximum=2**63 - 1)
+    if cluster is not None and global_batch < cluster.size:
+        raise InputError(
+            f"`global_batch` must be at least the number of workers. Received: global_batch={global_batch}, "
+            f"workers={cluster.size}. Use {cluster.size} or more."
+        )
     splits.check_fractions(validation, test)
     check_task(task)
     caching.check(cache, cache_directory)
     feed = Feed(parallel_calls, prefetch)
     service = None if service is None else remote.address(service)
     quiet = cluster is not None and not cluster.is_chief
-    size, length = check_size(image_size), check_length(length)
+    size = check_size(image_size)
+    length = None if length is None else whole_number("length", length, minimum=2)
     reading = Reading(size, skip_corrupt, cache, cache_directory, memory_bytes, length=length, task=task)
     examples = _open(source, reading, label_smoothing, service, quiet)
     parts = _parts(examples, validation, test, split_seed, quiet)
@@ -186,46 +192,42 @@ def load(
 
 def _data(examples, parts, settings: epoch.Settings, feed: Feed, service: str | None) -> Data:
     count, order = epoch.order(examples, parts["train"], settings)
-    _check_batch(examples, settings.global_batch, count)
+    if settings.global_batch > count:
+        raise InputError(
+            f"`global_batch` is larger than the training split. Received: global_batch={settings.global_batch}, "
+            f"{count} training examples in {examples.name}. Use {count} or less."
+        )
     counter = position.Counter()
     change = epoch.Change(settings, len(examples.class_names), epoch.gatherer(examples))
-    spec = EpochSpec(examples, order, count, settings.global_batch, change)
+    spec = epoch.EpochSpec(examples, order, count, settings.global_batch, change)
     if service is None:
         train = batches(spec, counter.positions(), feed, next_epoch=lambda: counter.next)
     else:
         train = remote.batches(spec, counter, feed, service)
-    return Data(
-        train=train,
-        validation=epoch.fixed(examples, parts["validation"], settings, feed),
-        test=epoch.fixed(examples, parts["test"], settings, feed),
-        info=_info(examples, parts, count, settings),
-        _counter=counter,
-    )
+    validation, test = (_fixed(examples, parts[name], settings, feed) for name in ("validation", "test"))
+    return Data(train, validation, test, _info(examples, parts, count, settings), counter)
 
 
-def _check_numbers(global_batch, seed, split_seed, cluster) -> None:
-    whole_number("global_batch", global_batch)
-    for name, value in (("seed", seed), ("split_seed", split_seed)):
-        whole_number(name, value, minimum=0, maximum=2**63 - 1)
-    if cluster is not None and global_batch < cluster.size:
-        raise InputError(
-            f"`global_batch` must be at least the number of workers. Received: global_batch={global_batch}, "
-            f"workers={cluster.size}. Use {cluster.size} or more."
-        )
-
-
-def _check_batch(examples: Examples, global_batch: int, most: int) -> None:
-    if global_batch > most:
-        raise InputError(
-            f"`global_batch` is larger than the training split. Received: global_batch={global_batch}, "
-            f"{most} training examples in {examples.name}. Use {most} or less."
-        )
+def _fixed(examples: Examples, indices, settings: epoch.Settings, feed: Feed) -> tf.data.Dataset | None:
+    """Batches a validation or test split in a fixed order; None if it is empty."""
+    if not len(indices):
+        return None
+    indices = position.on_cpu(indices)
+    change = epoch.Change(settings, len(examples.class_names), epoch.gatherer(examples), trains=False)
+    spec = epoch.EpochSpec(examples, lambda _: indices, len(indices), settings.global_batch, change)
+    return batches(spec, tf.data.Dataset.from_tensors(np.int64(0)), feed)
 
 
 def _open(source: Any, reading: Reading, smoothing: float, service: str | None, quiet: bool) -> Examples:
     """Opens the source and checks that the settings suit its examples."""
     examples = source if isinstance(source, Examples) else sources.open_source(source, reading)
-    _check_smoothing(smoothing, examples)
+    if not is_number(smoothing) or not 0 <= smoothing < 1:
+        raise InputError(f"`label_smoothing` must be at least 0 and below 1. Received: {smoothing!r}. Try 0.1.")
+    if smoothing and (examples.labels.ndim != 1 or not examples.has_classes):
+        raise InputError(
+            f"`label_smoothing` needs one class per example. Received: {smoothing} for labels of shape "
+            f"{examples.labels.shape} in {examples.name}. Remove it."
+        )
     if reading.task == "regression" and examples.has_classes:
         raise InputError(f"task='regression' needs numbers as labels. Received: {examples.name}, which has classes.")
     is_kept = examples.array is not None and examples.copies is None  # decoded files have `copies`
@@ -234,23 +236,14 @@ def _open(source: Any, reading: Reading, smoothing: float, service: str | None, 
             f"{examples.name} needs no cache: its examples are already in {examples.cache}. Received: "
             f"cache={reading.cache!r}, cache_directory={reading.cache_directory!r}. Remove these settings."
         )
-    if service is not None:
-        remote.check(examples)
-    if examples.skipped and not quiet:
-        _log.warning(
-            "%s: skipped %d corrupt example(s): %s", examples.name, len(examples.skipped), ", ".join(examples.skipped)
-        )
-    return examples
-
-
-def _check_smoothing(share: float, examples: Examples) -> None:
-    if not is_number(share) or not 0 <= share < 1:
-        raise InputError(f"`label_smoothing` must be at least 0 and below 1. Received: {share!r}. Try 0.1.")
-    if share and (examples.labels.ndim != 1 or not examples.has_classes):
+    if service is not None and examples.load is None:
         raise InputError(
-            f"`label_smoothing` needs one class per example. Received: {share} for labels of shape "
-            f"{examples.labels.shape} in {examples.name}. Remove it."
+            f"{examples.name} has its decoded examples in {examples.cache}, so a service has nothing to decode. "
+            "Remove `service`, or use cache='none'."
         )
+    if not quiet:
+        examples.tell_skipped(_log)
+    return examples
 
 
 def _stages(stages, examples: Examples) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -278,37 +271,22 @@ def _parts(examples: Examples, validation: float, test: float, seed: int, quiet:
     own = {name: np.asarray(indices, np.int64) for name, indices in examples.own.items() if len(indices)}
     pool = own["train"]
     labels = examples.labels[pool] if examples.labels.ndim == 1 else np.zeros(len(pool), np.int64)
-    originals = _originals(examples)
+    # Copies share a number; None if not all examples have been decoded.
+    is_known = examples.copies is not None or examples.array is None
+    originals = examples.copies if is_known else splits.copies(examples.array)
     groups = None if originals is None else splits.first_of(originals[pool])
-    cut = splits.split(
-        labels,
-        validation=0.0 if "validation" in own else validation,
-        test=0.0 if "test" in own else test,
-        seed=seed,
-        groups=groups,
-    )
+    shares = {"validation": validation, "test": test}
+    shares = {name: 0.0 if name in own else share for name, share in shares.items()}
+    cut = splits.split(labels, **shares, seed=seed, groups=groups)
     parts = {name: own[name] if name != "train" and name in own else pool[cut[name]] for name in splits.PARTS}
     given = sorted(set(own) - {"train"})
     if given and not quiet:
-        _warn_of_copies(examples, originals, parts, given)
+        for name in given if originals is not None else ():
+            shared = int(np.isin(originals[parts[name]], originals[parts["train"]]).sum())
+            if shared:
+                _log.warning("%s: %d examples of its own %s split are also in training.", examples.name, shared, name)
         _log.info("%s has its own %s split; its fraction is not used.", examples.name, " and ".join(given))
     return parts
-
-
-def _originals(examples: Examples) -> np.ndarray | None:
-    """Numbers the examples so that copies share a number; None if not all have been decoded."""
-    if examples.copies is not None or examples.array is None:
-        return examples.copies
-    return splits.copies(examples.array)
-
-
-def _warn_of_copies(examples: Examples, originals, parts: dict[str, np.ndarray], given: list[str]) -> None:
-    if originals is None:
-        return
-    for name in given:
-        shared = int(np.isin(originals[parts[name]], originals[parts["train"]]).sum())
-        if shared:
-            _log.warning("%s: %d examples of its own %s split are also in training.", examples.name, shared, name)
 
 
 def _info(examples: Examples, parts, count: int, settings: epoch.Settings) -> Info:

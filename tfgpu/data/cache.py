@@ -90,12 +90,6 @@ def place(name: str, paths: Sequence[Path], directory: str | Path, *settings: ob
         digest.update(repr((str(path.resolve()), facts.st_size, facts.st_mtime_ns)).encode())
     if not paths:
         raise InputError(f"{name} has no known files, so it cannot be cached on disk. Use cache='memory'.")
-    stem = made(directory) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{digest.hexdigest()}"
-    return Place(name, *(Path(f"{stem}.{end}") for end in ("examples", "npz", "verified", "lock")))
-
-
-def made(directory: str | Path) -> Path:
-    """Creates the folder for caches; raises `InputError` if that fails."""
     directory = Path(directory).expanduser()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -103,15 +97,12 @@ def made(directory: str | Path) -> Path:
         raise InputError(
             f"Cannot create cache_directory {str(directory)!r}: {error.strerror}. Use another directory."
         ) from error
-    return directory
+    stem = directory / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{digest.hexdigest()}"
+    return Place(name, *(Path(f"{stem}.{end}") for end in ("examples", "npz", "verified", "lock")))
 
 
-def find(where: Place) -> Examples | None:
+def find(where: Place, *, verify: bool = True) -> Examples | None:
     """Opens a cache; returns None if it is missing or damaged."""
-    return _open(where, verify=True)
-
-
-def _open(where: Place, *, verify: bool) -> Examples | None:
     try:
         with np.load(where.facts, allow_pickle=False) as facts:
             kept = {name: facts[name] for name in facts.files}
@@ -147,7 +138,9 @@ def write(where: Place, examples: Examples) -> Examples:
         MachineError: the disk has no room.
         tf.errors.OpError: an example is corrupt; then no cache is left.
     """
-    with _alone(where):
+    with open(where.lock, "w") as lock:
+        with contextlib.suppress(OSError):  # of file systems without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         found = find(where)
         if found is not None:
             return found
@@ -185,22 +178,7 @@ def write(where: Place, examples: Examples) -> Examples:
                 **own,
                 **copies,
             )
-    return _open(where, verify=False)
-
-
-def remove(where: Place) -> None:
-    """Deletes a cache; a process that has it open can still read it."""
-    for path in (where.facts, where.examples, where.verified, where.lock):
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _alone(where: Place):
-    """Holds the cache's lock until the block or the process ends; has no effect on file systems without locks."""
-    with open(where.lock, "w") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return find(where, verify=False)
 
 
 def _is_intact(where: Place, checksums: np.ndarray, size: int) -> bool:

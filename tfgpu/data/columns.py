@@ -46,7 +46,7 @@ def open_columns(parts: Mapping[str, object], *, name: str, reading: Reading) ->
     for part, dataset in parts.items():
         if list(dataset.features or ()) != list(features):
             raise InputError(f"{name}: all splits must have the same columns. Those of {part} differ.")
-    y, xs = _label(features, name), []
+    y = _label(features, name)
     class_names = tuple(getattr(features[y], "names", None) or ()) or None
     images = [column for column, kind in features.items() if type(kind).__name__ == "Image"]
     if len(images) == 1:
@@ -57,7 +57,15 @@ def open_columns(parts: Mapping[str, object], *, name: str, reading: Reading) ->
         return keep_images(pairs, name=name, reading=reading, class_names=class_names)
     check_unsized(name, reading.image_size)
     xs = [column for column in features if column != y]
-    _check_numbers({column: features[column] for column in xs}, name)
+    if not xs:
+        raise InputError(f"{name} has only a label column. Add the examples' columns.")
+    others = {column: features[column] for column in xs if not _is_numbers(features[column])}
+    if others:
+        listed = ", ".join(f"{column!r} ({_type(kind)})" for column, kind in list(others.items())[:5])
+        raise InputError(
+            f"{name}: these columns are not numeric: {listed}. Encode text as numbers of one length with "
+            "dataset.map(...), or remove columns with dataset.remove_columns([...])."
+        )
     chunks = {part: _rows(dataset, xs, y, name) for part, dataset in parts.items()}
     return keep_rows(chunks, name=name, reading=reading, class_names=class_names)
 
@@ -73,18 +81,6 @@ def _label(features, name: str) -> str:
             f"Rename it: dataset.rename_column({list(features)[-1]!r}, 'label')."
         )
     return found
-
-
-def _check_numbers(features, name: str) -> None:
-    if not features:
-        raise InputError(f"{name} has only a label column. Add the examples' columns.")
-    others = {column: kind for column, kind in features.items() if not _is_numbers(kind)}
-    if others:
-        listed = ", ".join(f"{column!r} ({_type(kind)})" for column, kind in list(others.items())[:5])
-        raise InputError(
-            f"{name}: these columns are not numeric: {listed}. Encode text as numbers of one length with "
-            "dataset.map(...), or remove columns with dataset.remove_columns([...])."
-        )
 
 
 def _is_numbers(kind) -> bool:

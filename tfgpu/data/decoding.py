@@ -1,9 +1,11 @@
 """Reads examples from files, finds corrupt ones before training starts, and keeps decoded ones if they fit."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -98,15 +100,6 @@ def check_size(image_size) -> tuple[int, int] | None:
     return whole_number("image_size", pair[0]), whole_number("image_size", pair[1])
 
 
-def check_length(length) -> int | None:
-    """Returns a sequence's length in bytes, a whole number from 2; None stays None.
-
-    Raises:
-        InputError: it is neither.
-    """
-    return None if length is None else whole_number("length", length, minimum=2)
-
-
 def check_unsized(name: str, image_size) -> None:
     """Raises `InputError` if an image size was given for examples that are not image files."""
     if image_size is not None:
@@ -127,15 +120,12 @@ def decode_image(encoded: tf.Tensor, size: tuple[int, int] | None = None) -> tf.
         image.set_shape([None, None, None])
         return image
 
-    if size is None:
-        return whole()
-    return tf.cond(tf.io.is_jpeg(encoded), lambda: _decode_scaled(encoded, size), whole)
+    def scaled():
+        times = tf.reduce_min(tf.image.extract_jpeg_shape(encoded)[:2] // tf.constant(size))
+        which = tf.reduce_sum(tf.cast(times >= tf.constant([2, 4, 8]), tf.int32))
+        return tf.switch_case(which, [lambda r=ratio: tf.io.decode_jpeg(encoded, ratio=r) for ratio in (1, 2, 4, 8)])
 
-
-def _decode_scaled(encoded: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
-    times = tf.reduce_min(tf.image.extract_jpeg_shape(encoded)[:2] // tf.constant(size))
-    which = tf.reduce_sum(tf.cast(times >= tf.constant([2, 4, 8]), tf.int32))
-    return tf.switch_case(which, [lambda r=ratio: tf.io.decode_jpeg(encoded, ratio=r) for ratio in (1, 2, 4, 8)])
+    return whole() if size is None else tf.cond(tf.io.is_jpeg(encoded), scaled, whole)
 
 
 def with_channels(image: tf.Tensor, channels: int, planes: int = 0) -> tf.Tensor:
@@ -153,6 +143,26 @@ def resize(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
     """Resizes a uint8 image to (height, width) with antialiasing; the result is rounded to uint8."""
     resized = tf.image.resize(image, size, method="bilinear", antialias=True)
     return tf.cast(tf.round(resized), tf.uint8)  # positive weights that sum to 1 stay within 0 to 255
+
+
+def image_files(name: str, paths: Sequence[Path], labels: Sequence[int], reading: Reading, **facts: Any) -> Files:
+    """Images in files, by their paths and labels; `facts` replace or complete what `Files` takes."""
+    path_of, label_of = on_cpu([str(path) for path in paths]), on_cpu(labels, tf.int64)
+
+    def encoded(i: tf.Tensor) -> tf.Tensor:
+        return tf.io.read_file(tf.gather(path_of, i))
+
+    def label(i: tf.Tensor) -> tf.Tensor:
+        return tf.gather(label_of, i)
+
+    known = {
+        "size": sum(path.stat().st_size for path in paths),
+        "read": lambda i: (decode_image(encoded(i), reading.image_size), label(i)),
+        "where": lambda i: tf.strings.join(["the image ", path_of[i]]),
+        "encoded": encoded,
+        "paths": tuple(paths),
+    }
+    return Files(name, len(paths), label=label, labels=np.array(labels), **{**known, **facts})
 
 
 def open_files(files: Files, reading: Reading) -> Examples:
@@ -189,13 +199,18 @@ def _examine(files: Files, reading: Reading) -> Examples:
     whole = reading.skip_corrupt or files.size <= reading.examine_bytes or _fits(files, reading)
     survey = _Survey(files, reading, whole)
     lost = (*files.lost, *survey.lost)
-    if not reading.skip_corrupt:
-        _check_none_lost(lost)
+    if lost and not reading.skip_corrupt:
+        raise InputError(
+            f"Corrupt: {lost[0]}{f' ({len(lost)} in total)' if len(lost) > 1 else ''}. "
+            "Repair or remove it, or skip corrupt examples with skip_corrupt (--skip-corrupt)."
+        )
     if not len(survey.good):
         raise InputError(f"{files.name}: none of its {files.count} examples can be read. Check the files.")
     shape, channels = survey.shape(reading.image_size, reading.any_size)
     labels, class_names = labels_of(survey.labels, name=files.name, class_names=files.class_names)
-    own = _splits_of(files, survey.good)
+    among_good = np.full(files.count, -1, np.int64)
+    among_good[survey.good] = np.arange(len(survey.good))
+    own = {split: among_good[of][among_good[of] >= 0] for split, of in files.own.items()}
     if not len(own["train"]):
         raise InputError(f"{files.name}: none of its training examples can be read. Check the files.")
     facts = {"labels": labels, "shape": shape, "class_names": class_names, "own": own, "skipped": lost}
@@ -213,25 +228,11 @@ def _examine(files: Files, reading: Reading) -> Examples:
             f"{reading.memory_bytes}. Increase it, or use cache='auto' or 'disk'."
         )
     as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels + files.planes}
-    load, where = _loader(files, good, shape, 0 if as_they_are else channels, reading)
+    load = _loader(files, good, shape, 0 if as_they_are else channels, reading)
     if files.ahead is not None:
         facts["ahead"] = lambda places: files.ahead(tf.gather(good, places))
-    return Examples(files.name, load=load, where=None if whole else where, **facts)
-
-
-def _check_none_lost(lost: Sequence[str]) -> None:
-    if lost:
-        raise InputError(
-            f"Corrupt: {lost[0]}{f' ({len(lost)} in total)' if len(lost) > 1 else ''}. "
-            "Repair or remove it, or skip corrupt examples with skip_corrupt (--skip-corrupt)."
-        )
-
-
-def _splits_of(files: Files, good: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples of each split, numbered among those that can be read."""
-    position = np.full(files.count, -1, np.int64)
-    position[good] = np.arange(len(good))
-    return {split: position[indices][position[indices] >= 0] for split, indices in files.own.items()}
+    where = None if whole else lambda place: files.where(tf.gather(good, place))
+    return Examples(files.name, load=load, where=where, **facts)
 
 
 def _fits(files: Files, reading: Reading) -> bool:
@@ -242,10 +243,8 @@ def _fits(files: Files, reading: Reading) -> bool:
         x = files.read(tf.constant(0, tf.int64))[0].numpy()
     except tf.errors.OpError:
         return False
-    if x.dtype == np.uint8 and x.ndim == 3 and reading.image_size:
-        size = reading.image_size[0] * reading.image_size[1] * x.shape[-1]
-    else:
-        size = x.nbytes
+    is_resized = x.dtype == np.uint8 and x.ndim == 3 and reading.image_size
+    size = math.prod(reading.image_size) * x.shape[-1] if is_resized else x.nbytes
     return size * files.count <= reading.memory_bytes
 
 
@@ -344,25 +343,19 @@ def _readable(files: Files, size, whole: bool):
 
 
 def _loader(files: Files, good: tf.Tensor, shape, channels: int, reading: Reading):
-    """Makes the functions that read and that name the example at a position among the good ones.
+    """Makes the function that reads the example at a position among the good ones.
 
     Every operation costs some microseconds per example, compared with 300 for a small JPEG (measured), so unneeded ones
     are left out; `channels` is 0 if all examples have the right number.
     """
-    whole = len(good) == files.count
-
-    def index(place):
-        return place if whole else tf.gather(good, place)
+    has_all = len(good) == files.count
 
     def load(place):
-        x = files.read(index(place))[0]
+        x = files.read(place if has_all else tf.gather(good, place))[0]
         if channels:
             x = with_channels(x, channels, files.planes)
         if reading.image_size is not None and not files.planes and x.dtype == tf.uint8:
             x = resize(x, reading.image_size)
         return tf.ensure_shape(x, shape)
 
-    def where(place):
-        return files.where(index(place))
-
-    return load, where
+    return load

@@ -1,5 +1,6 @@
 """The common form of every source: examples with an index, a label and a way to fetch them."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ class Examples:
         own: the source's own splits, name to int64 indices; always has `train`.
         skipped: the names of the corrupt examples that were skipped.
         ahead: indices (int64 [n]) -> a tensor; begins to fetch what `load` will read of examples that are far away.
-        blend: how several sources make an epoch (`tfgpu.data.mixture`).
+        blend: how several sources make an epoch (`mixture.blended`, without its first arguments).
         structure: arrays beside the classes, gathered by index; where it has targets, `labels` are all 0.
     """
 
@@ -73,6 +74,11 @@ class Examples:
             return self.array.dtype
         of = self.stored() if self.stored is not None else tf.data.Dataset.range(1).map(self.load).element_spec
         return np.dtype(of.dtype.as_numpy_dtype)
+
+    def tell_skipped(self, log: logging.Logger) -> None:
+        """Warns of corrupt examples that were skipped."""
+        if self.skipped:
+            log.warning("%s: skipped %d corrupt example(s): %s", self.name, len(self.skipped), ", ".join(self.skipped))
 
     def held(self) -> tf.Tensor:
         """All examples, [n, ...], of a source that keeps them in memory or in a file."""
@@ -173,12 +179,6 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
             f"{y.shape}. For one-hot rows use y.argmax(-1)."
         )
     labels = y.astype(np.int64)
-    _check_labels(labels, name, class_names)
-    return labels, tuple(map(str, class_names or range(int(labels.max()) + 1)))
-
-
-def _check_labels(labels: np.ndarray, name: str, class_names) -> None:
-    """Raises an `InputError` for numbers that are not classes."""
     if labels.min() < 0:
         raise InputError(f"{name}: labels must be 0 or more. Received: {labels.min()}. Number the classes from 0.")
     classes = int(labels.max()) + 1
@@ -189,6 +189,7 @@ def _check_labels(labels: np.ndarray, name: str, class_names) -> None:
             f"{name}: labels must be 0 to classes-1. Received: {classes - 1} as the largest of {len(labels)} labels. "
             "Number the classes from 0 without gaps."
         )
+    return labels, tuple(map(str, class_names or range(classes)))
 
 
 def to_model(x: tf.Tensor) -> tf.Tensor:

@@ -12,12 +12,10 @@ import logging
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
 
-from tfgpu.data.decoding import Files, Reading, decode_image, open_files
+from tfgpu.data.decoding import Reading, image_files, open_files
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import check_encodable
-from tfgpu.data.position import on_cpu
 from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
@@ -46,7 +44,11 @@ def open_folder(folder: str, reading: Reading) -> Examples:
     root = Path(folder)
     unread = tuple(f"the image {path}" for path in _files(root, OTHER_SUFFIXES) if path.parent != root)
     if unread and not reading.skip_corrupt:
-        _refuse_kinds(root, unread)
+        names = ", ".join(name.removeprefix("the image ") for name in unread[:3]) + (", ..." if len(unread) > 3 else "")
+        raise InputError(
+            f"{str(root)!r} has {len(unread)} image(s) in an unsupported format: {names}. "
+            f"Convert them to {', '.join(SUFFIXES)}, or skip them with skip_corrupt (--skip-corrupt)."
+        )
     found = _find(root)
     class_names = _classes(root, found)
     paths, labels, own = [], [], {}
@@ -57,24 +59,7 @@ def open_folder(folder: str, reading: Reading) -> Examples:
             labels += [class_names.index(name)] * len(files)
         own[part] = np.arange(first, len(paths))
     check_encodable(paths)
-    path_of, label_of = on_cpu([str(p) for p in paths]), on_cpu(labels, tf.int64)
-    files = Files(
-        name=root.name,
-        count=len(paths),
-        size=sum(path.stat().st_size for path in paths),
-        read=lambda i: (
-            decode_image(tf.io.read_file(tf.gather(path_of, i)), reading.image_size),
-            tf.gather(label_of, i),
-        ),
-        label=lambda i: tf.gather(label_of, i),
-        where=lambda i: tf.strings.join(["the image ", path_of[i]]),
-        own=own,
-        class_names=class_names,
-        lost=unread,
-        encoded=lambda i: tf.io.read_file(tf.gather(path_of, i)),
-        labels=np.array(labels),
-        paths=tuple(paths),
-    )
+    files = image_files(root.name, paths, labels, reading, own=own, class_names=class_names, lost=unread)
     return open_files(files, reading)
 
 
@@ -103,9 +88,8 @@ def _classes(root: Path, found) -> tuple[str, ...]:
     names = tuple(sorted(name for name, files in train.items() if files))
     if len(names) < 2:
         raise InputError(
-            f"{str(root)!r} must contain at least two classes with training images. "
-            f"Received: {', '.join(names) or 'none'}. "
-            "Expected FOLDER/CLASS/image.png or FOLDER/train/CLASS/image.png."
+            f"{str(root)!r} must contain at least two classes with training images. Received: "
+            f"{', '.join(names) or 'none'}. Expected FOLDER/CLASS/image.png or FOLDER/train/CLASS/image.png."
         )
     for part, by_class in found.items():
         for name in [n for n, files in by_class.items() if not files]:
@@ -132,11 +116,3 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     files = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     shown = (p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts))
     return sorted(p for p in shown if p.is_file())
-
-
-def _refuse_kinds(root: Path, unread: tuple[str, ...]) -> None:
-    names = ", ".join(name.removeprefix("the image ") for name in unread[:3]) + (", ..." if len(unread) > 3 else "")
-    raise InputError(
-        f"{str(root)!r} has {len(unread)} image(s) in an unsupported format: {names}. "
-        f"Convert them to {', '.join(SUFFIXES)}, or skip them with skip_corrupt (--skip-corrupt)."
-    )

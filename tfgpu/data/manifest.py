@@ -136,7 +136,13 @@ def parse(content: bytes, source: object) -> Manifest | None:
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             return None
         is_newer = facts["version"] > VERSION
-        found = None if is_newer else _parse(facts)
+        found = None
+        if not is_newer:
+            shards = tuple(_shard(each) for each in facts["shards"])
+            _check_facts(facts, max((shard.bytes for shard in shards), default=0))
+            fields = {name: facts[name] for name in ("name", "features", "dtype")}
+            fields |= {name: tuple(facts[name]) for name in ("shape", "class_names")}
+            found = Manifest(**fields, shards=shards)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise InputError(
             f"{source} is damaged: {' '.join(str(error).split())}. Copy it again, or remove it and read without it."
@@ -144,13 +150,6 @@ def parse(content: bytes, source: object) -> Manifest | None:
     if is_newer:
         raise InputError(f"{source} was written by a newer tfgpu. Upgrade tfgpu, or write the shards again.")
     return found
-
-
-def _parse(facts: Mapping[str, Any]) -> Manifest:
-    shards = tuple(_shard(facts) for facts in facts["shards"])
-    fields = {name: facts[name] for name in ("name", "features", "dtype")}
-    _check_facts(facts, max((shard.bytes for shard in shards), default=0))
-    return Manifest(**fields, shape=tuple(facts["shape"]), class_names=tuple(facts["class_names"]), shards=shards)
 
 
 def _check_facts(facts: Mapping[str, Any], most: int) -> None:

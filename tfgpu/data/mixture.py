@@ -6,9 +6,10 @@ so over time each of its examples is read equally often. The seed and the epoch 
 place, so a mixture resumes like any other source.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,61 +76,43 @@ def mixture(
     return Mixture(tuple(source for source, _ in pairs), tuple(weight / total for _, weight in pairs), epoch_examples)
 
 
-@dataclass(frozen=True)
-class Blend:
-    """How the training examples of a mixture make an epoch.
+def blended(mix: Mixture, starts: Sequence[int], indices: np.ndarray, *, seed: int, shuffle: bool):
+    """The number of examples in an epoch, and the function from an epoch's number to their indices.
 
-    Attributes:
-        weights: the share of each source.
+    Args:
+        mix: with the share of each source.
         starts: the number of each source's first example, and the total of all examples.
-        epoch_examples: in an epoch; None: all training examples.
+        indices: int64, the training examples of all sources.
+        seed: the run's seed.
+        shuffle: False keeps the order of each source.
+
+    Raises:
+        InputError: a source has no training examples.
     """
+    limits = zip(starts, starts[1:], strict=False)
+    parts = [indices[(indices >= low) & (indices < high)] for low, high in limits]
+    empty = [str(at + 1) for at, part in enumerate(parts) if not len(part)]
+    if empty:
+        raise InputError(f"Source {', '.join(empty)} of the mixture has no training examples. Remove it.")
+    # The examples of each source: the shares of all, by largest remainder.
+    exact = np.array(mix.weights) * (mix.epoch_examples or len(indices))
+    counts = np.floor(exact + 1e-9).astype(np.int64)
+    short = round(exact.sum()) - counts.sum()
+    counts[np.argsort(counts - exact, kind="stable")[:short]] += 1
+    parts = [position.on_cpu(part) for part in parts]
+    evenly = np.argsort(np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n]), kind="stable")
 
-    weights: tuple[float, ...]
-    starts: tuple[int, ...]
-    epoch_examples: int | None
-
-    def counts(self, indices: np.ndarray) -> np.ndarray:
-        """The examples of each source in an epoch: the shares of all, by largest remainder."""
-        exact = np.array(self.weights) * (self.epoch_examples or len(indices))
-        found = np.floor(exact + 1e-9).astype(np.int64)
-        short = round(exact.sum()) - found.sum()
-        found[np.argsort(found - exact, kind="stable")[:short]] += 1
-        return found
-
-    def order(self, indices: np.ndarray, *, seed: int, shuffle: bool):
-        """The number of examples in an epoch, and the function from an epoch's number to their indices.
-
-        Args:
-            indices: int64, the training examples of all sources.
-            seed: the run's seed.
-            shuffle: False keeps the order of each source.
-
-        Raises:
-            InputError: a source has no training examples.
-        """
-        parts = [
-            indices[(indices >= low) & (indices < high)]
-            for low, high in zip(self.starts, self.starts[1:], strict=False)
+    def order(epoch: tf.Tensor) -> tf.Tensor:
+        epoch = tf.cast(epoch, tf.int64)
+        found = [
+            _pass_of(part, int(count), epoch, seed, at if shuffle else None)
+            for at, (part, count) in enumerate(zip(parts, counts, strict=True))
+            if count
         ]
-        empty = [str(at + 1) for at, part in enumerate(parts) if not len(part)]
-        if empty:
-            raise InputError(f"Source {', '.join(empty)} of the mixture has no training examples. Remove it.")
-        counts = self.counts(indices)
-        parts = [position.on_cpu(part) for part in parts]
-        evenly = np.argsort(np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n]), kind="stable")
+        together = tf.concat(found, 0)
+        return position.order(together, seed=seed, epoch=epoch) if shuffle else tf.gather(together, evenly)
 
-        def order(epoch: tf.Tensor) -> tf.Tensor:
-            epoch = tf.cast(epoch, tf.int64)
-            found = [
-                _pass_of(part, int(count), epoch, seed, at if shuffle else None)
-                for at, (part, count) in enumerate(zip(parts, counts, strict=True))
-                if count
-            ]
-            together = tf.concat(found, 0)
-            return position.order(together, seed=seed, epoch=epoch) if shuffle else tf.gather(together, evenly)
-
-        return int(counts.sum()), order
+    return int(counts.sum()), order
 
 
 def _pass_of(part: tf.Tensor, count: int, epoch: tf.Tensor, seed: int, number: int | None) -> tf.Tensor:
@@ -152,28 +135,6 @@ def joined(mix: Mixture, opened: Sequence[Examples]) -> Examples:
         InputError: examples of different shapes, dtypes or classes.
     """
     first, sizes = opened[0], [len(each.labels) for each in opened]
-    _check_alike(opened)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    facts = {
-        "structure": _structure(opened),
-        "name": "+".join(each.name for each in opened),
-        "labels": np.concatenate([each.labels for each in opened]),
-        "shape": first.shape,
-        "class_names": first.class_names,
-        "own": _own_parts(opened, starts),
-        "skipped": tuple(name for each in opened for name in each.skipped),
-        "blend": Blend(mix.weights, tuple(int(start) for start in starts), mix.epoch_examples),
-    }
-    if all(each.array is not None for each in opened):
-        return Examples(array=np.concatenate([each.array for each in opened]), **facts)
-    if any(each.ahead is not None for each in opened):
-        facts["ahead"] = _ahead(opened, starts)
-    where = _chosen(opened, starts, _place) if any(each.where is not None for each in opened) else None
-    return Examples(load=_chosen(opened, starts, Examples.example), where=where, **facts)
-
-
-def _check_alike(opened: Sequence[Examples]) -> None:
-    first = opened[0]
     for other in opened[1:]:
         for what, mine, others in (
             ("shape", first.shape, other.shape),
@@ -186,16 +147,25 @@ def _check_alike(opened: Sequence[Examples]) -> None:
                     f"All sources of a mixture must have the same {what}. Received: {mine} in {first.name}, "
                     f"{others} in {other.name}."
                 )
-
-
-def _own_parts(opened: Sequence[Examples], starts: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples of each part that the sources themselves name, numbered as in the mixture."""
-    found = {}
-    for part in PARTS:
-        numbers = [start + each.own[part] for each, start in zip(opened, starts, strict=False) if part in each.own]
-        if numbers:
-            found[part] = np.concatenate(numbers)
-    return found
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    pairs = list(zip(opened, starts.tolist(), strict=False))
+    own = {part: [start + each.own[part] for each, start in pairs if part in each.own] for part in PARTS}
+    facts = {
+        "structure": _structure(opened),
+        "name": "+".join(each.name for each in opened),
+        "labels": np.concatenate([each.labels for each in opened]),
+        "shape": first.shape,
+        "class_names": first.class_names,
+        "own": {part: np.concatenate(numbers) for part, numbers in own.items() if numbers},
+        "skipped": tuple(name for each in opened for name in each.skipped),
+        "blend": functools.partial(blended, replace(mix, sources=()), starts.tolist()),
+    }
+    if all(each.array is not None for each in opened):
+        return Examples(array=np.concatenate([each.array for each in opened]), **facts)
+    if any(each.ahead is not None for each in opened):
+        facts["ahead"] = _ahead(opened, starts)
+    where = _chosen(opened, starts, _place) if any(each.where is not None for each in opened) else None
+    return Examples(load=_chosen(opened, starts, Examples.example), where=where, **facts)
 
 
 def _structure(opened: Sequence[Examples]):
@@ -229,11 +199,10 @@ def _chosen(opened: Sequence[Examples], starts: np.ndarray, function):
 
     def call(index: tf.Tensor) -> tf.Tensor:
         which = tf.reduce_sum(tf.cast(index >= ends, tf.int32))
-        cases = [
-            lambda each=each, start=start: function(each, index - start)
-            for each, start in zip(opened, starts, strict=False)
-        ]
-        return tf.switch_case(which, cases)
+        pairs = zip(opened, starts, strict=False)
+        return tf.switch_case(
+            which, [lambda each=each, start=start: function(each, index - start) for each, start in pairs]
+        )
 
     return call
 

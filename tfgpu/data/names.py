@@ -69,13 +69,23 @@ def parse_source(text: str) -> SourceName:
         return SourceName("digits", text)
     kind, _, value = text.partition(":")
     if text.startswith("tfds:"):
-        return _tfds(value, text)
+        if not _TFDS.fullmatch(value):
+            raise InputError(
+                f"'tfds:' takes the name of a tensorflow-datasets dataset with an optional configuration and version, "
+                f"but not `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
+            )
+        return SourceName("tfds", value)
     if _URL.match(text):
         return SourceName("remote", text)
     if kind in _PICTURES:
         return _pictures(kind, value, text)
     if kind == "corpus":
-        return _corpus(value, text)
+        path = Path(value).expanduser()
+        if not value or not (path.exists() or any(path.parent.glob(path.name))):
+            raise InputError(
+                f"No such text: {text!r}. Use corpus:PATH with a file, folder or glob relative to {Path.cwd()}."
+            )
+        return SourceName("corpus", str(path))
     if (found := _table(text) or _files(text)) is not None:
         return found
     if _FUNCTION.fullmatch(text):
@@ -83,15 +93,6 @@ def parse_source(text: str) -> SourceName:
     if "/" in text or "\\" in text:
         raise InputError(f"No such data folder or file: {text!r}. Check the path, which is relative to {Path.cwd()}.")
     raise unknown("data source", text, _CHOICES)
-
-
-def _tfds(name: str, text: str) -> SourceName:
-    if not _TFDS.fullmatch(name):
-        raise InputError(
-            f"'tfds:' takes the name of a tensorflow-datasets dataset with an optional configuration and version, "
-            f"but not `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
-        )
-    return SourceName("tfds", name)
 
 
 def _files(text: str) -> SourceName | None:
@@ -133,15 +134,6 @@ def _pictures(kind: str, value: str, text: str) -> SourceName:
     if kind == "masks" and (label or not place.is_dir()):
         raise InputError(f"`masks:` takes a folder that holds images/ and masks/. Received: {text!r}.")
     return SourceName(kind, str(place), label or None)
-
-
-def _corpus(value: str, text: str) -> SourceName:
-    path = Path(value).expanduser()
-    if not value or not (path.exists() or any(path.parent.glob(path.name))):
-        raise InputError(
-            f"No such text: {text!r}. Use corpus:PATH with a file, folder or glob relative to {Path.cwd()}."
-        )
-    return SourceName("corpus", str(path))
 
 
 def _table(text: str) -> SourceName | None:

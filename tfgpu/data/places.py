@@ -13,6 +13,9 @@ import tensorflow as tf
 from tfgpu.data.position import on_cpu
 from tfgpu.errors import InputError
 
+_TABLE = range(256)  # of CRC-32C
+for _ in range(8):
+    _TABLE = tuple((value >> 1) ^ (0x82F63B78 if value & 1 else 0) for value in _TABLE)
 HEAD, FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
 
 
@@ -114,18 +117,6 @@ def scan(path: Any, size: int, read: Callable[[int, int], bytes]) -> tuple[list[
         starts.append(place)
         place = after
     return starts, False
-
-
-def _checksum_table() -> tuple[int, ...]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return tuple(table)
-
-
-_TABLE = _checksum_table()
 
 
 def _checksum(data: bytes) -> int:

@@ -156,8 +156,7 @@ class Numbers:
     def __init__(self, *, seed: int, epoch: tf.Tensor, start: tf.Tensor, count: tf.Tensor | int):
         self.count = tf.cast(count, tf.int32)
         self._start = tf.cast(start, tf.uint64)
-        key, _ = tf.raw_ops.StatelessRandomGetKeyCounter(seed=_key(seed, _NUMBERS, epoch))
-        self._philox_key = key
+        self._philox_key, _ = tf.raw_ops.StatelessRandomGetKeyCounter(seed=_key(seed, _NUMBERS, epoch))
 
     def uniform(self, width: int, *, stream: int) -> tf.Tensor:
         """Draws float32 [count, width] in [0, 1); different values of `stream` are independent."""
@@ -188,6 +187,16 @@ class Numbers:
             return rows(self._start, self.count)
         one = tf.TensorSpec([width], tf.float32)
         return tf.map_fn(lambda place: rows(place, 1)[0], self._start, fn_output_signature=one)
+
+
+def of_rows(values: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
+    """The rows of a tensor of the whole batch; all if `rows` is None.
+
+    Random numbers, and what is computed from them, are small: they are made for the whole batch, and the rows are taken
+    from them. Making them for the rows alone would change bits: how TensorFlow rounds a sine or a product depends on
+    its place in the tensor. Only images are made for the rows alone.
+    """
+    return values if rows is None else tf.gather(values, rows)
 
 
 def _key(seed: int, use: int, epoch: tf.Tensor) -> tf.Tensor:

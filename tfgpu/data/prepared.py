@@ -37,7 +37,14 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         raise InputError(
             f"tfds:{name} has no train split. Received: {', '.join(builder.info.splits)}. Use module:function."
         )
-    x_name, y_name = _keys(builder, name)
+    keys, features = builder.info.supervised_keys, builder.info.features
+    if not keys or len(keys) != 2 or not all(isinstance(k, str) for k in keys):
+        raise InputError(f"tfds:{name} does not say which features are the example and the label. Use module:function.")
+    x_name, y_name = keys
+    if features[x_name].dtype not in (np.uint8, np.float32, np.float64, np.int32, np.int64):
+        raise InputError(
+            f"tfds:{name}: the feature {x_name!r} is {features[x_name].dtype}, not numbers. Use module:function."
+        )
     paths, own_files = [], {}
     for part, split in splits.items():
         own_files[part] = range(len(paths), len(paths) + len(split.filepaths))
@@ -45,14 +52,14 @@ def open_tfds(name: str, reading: Reading) -> Examples:
     index = Index(paths)
 
     def read(i):
-        example = builder.info.features.deserialize_example(index.record(i))
+        example = features.deserialize_example(index.record(i))
         return example[x_name], tf.cast(example[y_name], tf.int64)
 
     def encoded(i):
         from tensorflow_datasets import decode
 
         undecoded = {x_name: decode.SkipDecoding()}
-        return builder.info.features.deserialize_example(index.record(i), decoders=undecoded)[x_name]
+        return features.deserialize_example(index.record(i), decoders=undecoded)[x_name]
 
     files = Files(
         name=f"tfds:{name}",
@@ -62,9 +69,9 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         label=lambda i: read(i)[1],  # unused decoding is pruned from the graph
         where=index.where,
         own={part: np.flatnonzero(np.isin(index.file_of, list(numbers))) for part, numbers in own_files.items()},
-        class_names=tuple(getattr(builder.info.features[y_name], "names", None) or ()) or None,
+        class_names=tuple(getattr(features[y_name], "names", None) or ()) or None,
         lost=index.lost,
-        encoded=encoded if type(builder.info.features[x_name]).__name__ == "Image" else None,
+        encoded=encoded if type(features[x_name]).__name__ == "Image" else None,
         paths=tuple(paths),
     )
     return open_files(files, reading)
@@ -141,16 +148,3 @@ def _closest(name: str, choices: Iterable[str]) -> InputError:
     return InputError(
         f'{message} List them: python -c "import tensorflow_datasets as tfds; print(tfds.list_builders())"'
     )
-
-
-def _keys(builder, name: str) -> tuple[str, str]:
-    keys = builder.info.supervised_keys
-    if not keys or len(keys) != 2 or not all(isinstance(k, str) for k in keys):
-        raise InputError(f"tfds:{name} does not say which features are the example and the label. Use module:function.")
-    x_name, y_name = keys
-    features = builder.info.features
-    if features[x_name].dtype not in (np.uint8, np.float32, np.float64, np.int32, np.int64):
-        raise InputError(
-            f"tfds:{name}: the feature {x_name!r} is {features[x_name].dtype}, not numbers. Use module:function."
-        )
-    return x_name, y_name

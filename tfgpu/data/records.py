@@ -109,8 +109,13 @@ def open_shards(
     Raises:
         InputError: compressed files, unknown features, or a corrupt record.
     """
-    facts = _found(name, paths, index_of) if listed is None else _from_manifest(listed, paths, index_of)
-    index, features = facts.pop("index"), facts.pop("features")
+    if listed is None:
+        index = index_of(paths)
+        features, own = _features(index, paths), parts_of(paths)
+        own = {part: np.flatnonzero(np.isin(index.file_of, files)) for part, files in own.items()}
+        facts = {"name": name, "label": lambda i: _parse_label(index.record(i), features), "own": own}
+    else:
+        index, features, facts = _from_manifest(listed, paths, index_of)
     files = Files(
         count=len(index.offsets),
         size=sum(p.stat().st_size for p in paths),
@@ -144,21 +149,8 @@ def _listed(pattern: Path, paths: list[Path], skip_corrupt: bool) -> manifest.Ma
     return listed
 
 
-def _found(name: str, paths: Sequence, index_of: type[Index]) -> dict:
-    """Finds the contents of files without an index by reading them."""
-    index = index_of(paths)
-    features = _features(index, paths)
-    return {
-        "name": name,
-        "index": index,
-        "features": features,
-        "label": lambda i: _parse_label(index.record(i), features),
-        "own": {part: np.flatnonzero(np.isin(index.file_of, files)) for part, files in parts_of(paths).items()},
-    }
-
-
-def _from_manifest(listed: manifest.Manifest, paths: Sequence, index_of: type[Index]) -> dict:
-    """Takes the files' contents from the index, in the source's order."""
+def _from_manifest(listed: manifest.Manifest, paths: Sequence, index_of: type[Index]) -> tuple[Index, dict, dict]:
+    """The records in the source's order, their features, and what else the files' index says of them."""
     path_of = {path.name: path for path in paths}
     shards = sorted((shard for shard in listed.shards if shard.file in path_of), key=lambda s: PARTS.index(s.part))
     index = index_of([path_of[shard.file] for shard in shards], known=[shard.offsets() for shard in shards])
@@ -168,23 +160,13 @@ def _from_manifest(listed: manifest.Manifest, paths: Sequence, index_of: type[In
     index = index.reordered(order)
     features = {**listed.features, "shape": tuple(listed.features["shape"]), "dtype": listed.dtype}
     own = {PARTS[number]: np.flatnonzero(part_of == number) for number in np.unique(part_of)}
-    return {
-        "name": listed.name,
-        "index": index,
-        "features": features,
-        **_labels_of(shards, index, order, features),
-        "own": own if "train" in own else {"train": np.arange(len(order))},
-        "class_names": listed.class_names,
-    }
-
-
-def _labels_of(shards: Sequence[manifest.Shard], index: Index, order: np.ndarray, features: dict) -> dict:
-    """Returns the labels, if the index has them, and a function from an index to a label."""
+    own = own if "train" in own else {"train": np.arange(len(order))}
+    facts = {"name": listed.name, "own": own, "class_names": listed.class_names}
     if any(shard.labels is None for shard in shards):
-        return {"label": lambda i: _parse_label(index.record(i), features)}
+        return index, features, {**facts, "label": lambda i: _parse_label(index.record(i), features)}
     labels = np.concatenate([manifest.unpack(shard.labels, shard.examples) for shard in shards])[order]
     label_of = on_cpu(labels)
-    return {"label": lambda i: label_of[i], "labels": labels}
+    return index, features, {**facts, "label": lambda i: label_of[i], "labels": labels}
 
 
 def find(pattern: str, *, end: str = ".tfrecord") -> list[Path]:
@@ -207,7 +189,15 @@ def find(pattern: str, *, end: str = ".tfrecord") -> list[Path]:
 
 def _features(index: Index, paths) -> dict:
     """Finds the example's and the label's feature in the first readable record."""
-    example = _first_example(index, paths)
+    for i in range(len(index.offsets)):
+        try:
+            example = tf.train.Example.FromString(index.record(tf.constant(i, tf.int64)).numpy())
+            break
+        except (tf.errors.OpError, DecodeError):
+            continue
+    else:
+        detail = f" Corrupt: {index.lost[0]}." if index.lost else ""
+        raise InputError(f"No readable records in {', '.join(map(str, paths[:3]))}.{detail} Write them again.")
     kinds = {name: feature.WhichOneof("kind") for name, feature in example.features.feature.items()}
     x = next((n for n in _X_NAMES if n in kinds), None)
     y = next((n for n in _Y_NAMES if n in kinds), None)
@@ -223,16 +213,6 @@ def _features(index: Index, paths) -> dict:
     count = len(getattr(example.features.feature[x], kinds[x]).value)
     many = len(example.features.feature[y].int64_list.value)
     return {"x": x, "y": y, "kind": kinds[x], "shape": tuple(shape or (count,)), "labels": many, "dtype": None}
-
-
-def _first_example(index: Index, paths) -> tf.train.Example:
-    for i in range(len(index.offsets)):
-        try:
-            return tf.train.Example.FromString(index.record(tf.constant(i, tf.int64)).numpy())
-        except (tf.errors.OpError, DecodeError):
-            continue
-    detail = f" Corrupt: {index.lost[0]}." if index.lost else ""
-    raise InputError(f"No readable records in {', '.join(map(str, paths[:3]))}.{detail} Write them again.")
 
 
 def _parse(record: tf.Tensor, features: dict, size: tuple[int, int] | None) -> tuple[tf.Tensor, tf.Tensor]:

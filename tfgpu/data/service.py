@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.data.assembly.epoch_spec import EpochSpec
-from tfgpu.data.examples import Examples, to_model
+from tfgpu.data.epoch import EpochSpec
 from tfgpu.data.feed import Feed, finish
 from tfgpu.data.position import Counter
 from tfgpu.errors import InputError, MachineError, whole_number
@@ -65,15 +64,6 @@ def address(service: str, *, name: str = "service") -> str:
     return f"grpc://{host}:{port}"
 
 
-def check(examples: Examples) -> None:
-    """Raises `InputError` if the examples are already decoded, which leaves nothing for other processes to do."""
-    if examples.load is None:
-        raise InputError(
-            f"{examples.name} has its decoded examples in {examples.cache}, so a service has nothing to decode. "
-            "Remove `service`, or use cache='none'."
-        )
-
-
 @dataclass(frozen=True)
 class Epoch:
     """The batches of one epoch by number, or one worker's rows of them.
@@ -94,23 +84,15 @@ class Epoch:
 
     @property
     def steps(self) -> int:
-        return -(-int(self.indices.shape[0]) // self.spec.global_batch)
+        return self.spec.steps
 
     def batch(self, step: tf.Tensor) -> tf.data.Dataset:
         """The dataset of one batch, whose examples are decoded in parallel."""
         spec, start, index = self.spec, step * self.spec.global_batch, self._index(step)
-        labels = tf.gather(spec.labels, index)
         one_by_one = tf.data.Dataset.from_tensor_slices(index)
         loaded = one_by_one.map(spec.examples.load, num_parallel_calls=self.feed.calls, deterministic=True)
-
-        def change(x):
-            place = tf.constant(self.number, tf.int64), start
-            if self.ranges is None:
-                return spec.change(*place, to_model(x), labels)
-            shard = spec.shard(start, self.ranges)
-            return spec.change(*place, to_model(x), labels, shard), tf.cast(shard.total, tf.int32)
-
-        return loaded.batch(spec.global_batch).map(change)
+        number = tf.constant(self.number, tf.int64)
+        return loaded.batch(spec.global_batch).map(lambda x: spec.made(number, start, x, index, self.ranges))
 
     def _index(self, step: tf.Tensor) -> tf.Tensor:
         """The examples that a batch, or the worker's rows of it, are made of."""
@@ -118,8 +100,7 @@ class Epoch:
         index = self.indices[start : start + self.spec.global_batch]
         if self.ranges is None:
             return index
-        shard = self.spec.shard(start, self.ranges)
-        return tf.gather(index, self.spec.needed(tf.constant(self.number, tf.int64), start, shard))
+        return tf.gather(index, self.spec.needed(tf.constant(self.number, tf.int64), start, self.ranges))
 
     def numbered(self) -> tf.data.Dataset:
         """All batches with their numbers, in the order in which they become ready."""
@@ -127,7 +108,7 @@ class Epoch:
         def one(step):
             return self.batch(step).map(lambda *batch: (step, batch))
 
-        return tf.data.Dataset.range(self.steps).interleave(
+        return tf.data.Dataset.range(self.spec.steps).interleave(
             one, cycle_length=2, num_parallel_calls=self.feed.calls, deterministic=False
         )
 
@@ -140,17 +121,14 @@ class Epoch:
         try:
             return self.batch(tf.constant(step, tf.int64)).get_single_element()
         except tf.errors.OpError:
-            self._name_what_is_corrupt(step)
+            for index in self._index(tf.constant(step, tf.int64)):
+                try:
+                    self.spec.examples.load(index)
+                except tf.errors.OpError as error:
+                    where = self.spec.examples.where
+                    name = f"example {index} (the first is 0)" if where is None else where(index).numpy().decode()
+                    raise tf.errors.InvalidArgumentError(None, None, f"Corrupt: {name}") from error
             raise
-
-    def _name_what_is_corrupt(self, step: int) -> None:
-        for index in self._index(tf.constant(step, tf.int64)):
-            try:
-                self.spec.examples.load(index)
-            except tf.errors.OpError as error:
-                where = self.spec.examples.where
-                name = f"example {index} (the first is 0)" if where is None else where(index).numpy().decode()
-                raise tf.errors.InvalidArgumentError(None, None, f"Corrupt: {name}") from error
 
 
 def batches(spec: EpochSpec, counter: Counter, feed: Feed, service: str) -> tf.data.Dataset:
@@ -185,11 +163,11 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
         ahead: batches that may wait for an earlier one before this process makes that one itself.
     """
     arrived: queue.Queue = queue.Queue(maxsize=2)
-    stop = threading.Event()
+    stop, steps = threading.Event(), epoch.steps
     threading.Thread(target=_fetch, args=(epoch, service, arrived, stop), daemon=True).start()
     waiting, step, here, patience, is_open = {}, 0, 0, patience_s, True
     try:
-        while step < epoch.steps:
+        while step < steps:
             if step in waiting:
                 yield waiting.pop(step)
                 step += 1
@@ -210,7 +188,10 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
         stop.set()
         if here:
             _log.info(
-                "%d of %d batches did not arrive from %s in time; this process made them.", here, epoch.steps, service
+                "%d of %d batches did not arrive from %s in time; this process made them.",
+                here,
+                epoch.spec.steps,
+                service,
             )
 
 

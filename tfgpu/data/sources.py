@@ -16,8 +16,8 @@ from tfgpu.data.names import SourceName, parse_source
 from tfgpu.data.splits import PARTS
 from tfgpu.data.storage import remote_records
 from tfgpu.data.storage.remote_files import Remote, is_url
-from tfgpu.data.structure import npz, pictures
-from tfgpu.data.structure.opening import is_structured, open_structured, stacked
+from tfgpu.data.structure import pictures
+from tfgpu.data.structure.opening import is_structured, open_npz, open_structured, stacked
 from tfgpu.data.text import corpus
 from tfgpu.errors import InputError, unknown
 
@@ -78,8 +78,13 @@ def open_source(source, reading: Reading | None = None) -> Examples:
     if name.kind in ("corpus", "digits"):
         check_unsized(source, reading.image_size)
     examples = _OPENERS[name.kind](name, reading)
-    if name.kind in _MAY_HAVE_ONE_CLASS:
-        _check_classes(examples)
+    if name.kind in _MAY_HAVE_ONE_CLASS and examples.has_classes:
+        present = np.unique(examples.labels[examples.own["train"]])
+        if len(present) < 2:
+            raise InputError(
+                f"{examples.name!r} must contain at least two classes with training examples. Received: "
+                f"{', '.join(examples.class_names[i] for i in present) or 'none'}. Add examples of another class."
+            )
     return examples
 
 
@@ -90,26 +95,15 @@ _OPENERS: dict[str, Callable[[SourceName, Reading], Examples]] = {
     "records": lambda name, reading: records.open_records(name.value, reading),
     "tfds": lambda name, reading: prepared.open_tfds(name.value, reading),
     "remote": lambda name, reading: remote_records.open_remote(name.value, reading),
-    "npz": lambda name, reading: npz.open_npz(name.value, reading),
+    "npz": lambda name, reading: open_npz(name.value, reading),
     **dict.fromkeys(("csv", "parquet"), tables.open_tables),
-    **dict.fromkeys(("images", "coco", "masks"), pictures.open_pictures),
+    "images": pictures.open_listed,
+    "coco": pictures.open_coco,
+    "masks": pictures.open_masks,
     "function": lambda name, reading: _from_values(_call(name.value), name=name.value, reading=reading),
 }
 """By the kind of a source's name."""
 _MAY_HAVE_ONE_CLASS = ("csv", "parquet", "images", "coco", "masks", "npz", "function")
-
-
-def _check_classes(examples: Examples) -> None:
-    """With a single class there is nothing to learn."""
-    if not examples.has_classes:
-        return
-    present = np.unique(examples.labels[examples.own["train"]])
-    if len(present) < 2:
-        raise InputError(
-            f"{examples.name!r} must contain at least two classes with training examples. "
-            f"Received: {', '.join(examples.class_names[i] for i in present) or 'none'}. "
-            "Add examples of another class."
-        )
 
 
 def _call(text: str):
@@ -127,7 +121,11 @@ def _call(text: str):
 def _from_values(values, *, name: str, reading: Reading) -> Examples:
     has_splits = isinstance(values, Mapping)
     splits = dict(values) if has_splits else {"train": values}
-    _check_splits(splits, name)
+    for split in splits:
+        if split not in PARTS:
+            raise unknown(f"split of {name}", split, PARTS)
+    if "train" not in splits:
+        raise InputError(f"{name}: the dict of splits needs 'train'. Received: {', '.join(splits) or 'nothing'}.")
 
     def converted(by: Callable[[object, str], object]) -> dict:
         return {split: by(each, f"{name}, {split}" if has_splits else name) for split, each in splits.items()}
@@ -137,7 +135,11 @@ def _from_values(values, *, name: str, reading: Reading) -> Examples:
         return columns.open_columns(splits, name=name, reading=reading)
     check_unsized(name, reading.image_size)
     if kinds == {"stream"}:
-        are_structured, splits = _structured_streams(converted(_examples))
+        splits, are_structured = converted(_examples), False
+        for part, elements in splits.items():
+            first = list(itertools.islice(elements, 1))
+            are_structured = are_structured or (bool(first) and is_structured(first[0]))
+            splits[part] = itertools.chain(first, elements)
         if are_structured:
             splits = converted(lambda each, _: stacked(each, name=name, reading=reading))
             kinds = {"structured"}
@@ -154,14 +156,6 @@ def _from_values(values, *, name: str, reading: Reading) -> Examples:
         mixed = f"{name}: all splits or none must be Hugging Face datasets."
         raise InputError(f"{mixed} Received: {', '.join(splits)}.")
     return spool.keep_rows(converted(_chunks), name=name, reading=reading)
-
-
-def _check_splits(splits: Mapping, name: str) -> None:
-    for split in splits:
-        if split not in PARTS:
-            raise unknown(f"split of {name}", split, PARTS)
-    if "train" not in splits:
-        raise InputError(f"{name}: the dict of splits needs 'train'. Received: {', '.join(splits) or 'nothing'}.")
 
 
 def _name(value) -> str:
@@ -197,17 +191,6 @@ def _arrays(value, name: str) -> tuple[np.ndarray, np.ndarray]:
         ) from error
 
 
-def _structured_streams(parts: Mapping[str, Iterator]) -> tuple[bool, dict[str, Iterator]]:
-    """Whether the streams have named arrays or sample weights, and the streams from their beginning."""
-    whole, found = {}, False
-    for part, elements in parts.items():
-        elements = iter(elements)
-        first = list(itertools.islice(elements, 1))
-        found = found or (bool(first) and is_structured(first[0]))
-        whole[part] = itertools.chain(first, elements)
-    return found, whole
-
-
 def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, reading: Reading) -> Examples:
     parts = {part: xy for part, xy in parts.items() if part == "train" or len(xy[0])}
     own, start = {}, 0
@@ -230,44 +213,32 @@ def _chunks(value, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     if _kind(value, name) == "arrays":
         yield _arrays(value, name)
         return
-    waiting = []
-    for pair in _examples(value, name):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InputError(f"{name}: each example must be a pair (x, y). Received: {type(pair).__name__}.")
-        waiting.append((np.asarray(pair[0]), np.asarray(pair[1])))
-        if len(waiting) == _CHUNK:
-            yield _stacked(waiting, name)
-            waiting = []
-    if waiting:
-        yield _stacked(waiting, name)
+    examples = iter(_examples(value, name))
+    while pairs := list(itertools.islice(examples, _CHUNK)):
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise InputError(f"{name}: each example must be a pair (x, y). Received: {type(pair).__name__}.")
+        xs, ys = ([np.asarray(pair[at]) for pair in pairs] for at in (0, 1))
+        for values in (xs, ys):
+            shapes = {value.shape for value in values}
+            if len(shapes) > 1:
+                raise InputError(f"{name}: all examples must have one shape. Received: {sorted(shapes)[:5]}.")
+        yield np.stack(xs), np.stack(ys)
 
 
 def _examples(value, name: str) -> Iterator:
     if isinstance(value, tf.data.Dataset):
-        _check_dataset(value, name)
+        spec = value.element_spec
+        is_row = isinstance(spec, tuple) and len(spec) in (2, 3)
+        if not is_row or not all(isinstance(each, tf.TensorSpec) for each in tf.nest.flatten(spec)):
+            raise InputError(f"{name}: the dataset must yield (x, y) examples. Received: elements {spec}.")
+        labels = tf.nest.flatten(spec[1])[0].shape
+        if labels.rank and labels[0] is None:
+            raise InputError(f"{name}: the dataset must yield single examples, not batches. Use dataset.unbatch().")
+        if value.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise InputError(f"{name}: the dataset is infinite. Remove repeat(), or add take(n).")
         return value.as_numpy_iterator()
     found = value() if not isinstance(value, Iterator) else value
     if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
         raise InputError(f"{name}: the function must yield (x, y) examples. It returned {type(found).__name__}.")
     return iter(found)
-
-
-def _stacked(pairs, name: str) -> tuple[np.ndarray, np.ndarray]:
-    for values in zip(*pairs, strict=True):
-        shapes = {value.shape for value in values}
-        if len(shapes) > 1:
-            raise InputError(f"{name}: all examples must have one shape. Received: {sorted(shapes)[:5]}.")
-    xs, ys = zip(*pairs, strict=True)
-    return np.stack(xs), np.stack(ys)
-
-
-def _check_dataset(dataset: tf.data.Dataset, name: str) -> None:
-    spec = dataset.element_spec
-    is_row = isinstance(spec, tuple) and len(spec) in (2, 3)
-    if not is_row or not all(isinstance(each, tf.TensorSpec) for each in tf.nest.flatten(spec)):
-        raise InputError(f"{name}: the dataset must yield (x, y) examples. Received: elements {spec}.")
-    labels = tf.nest.flatten(spec[1])[0].shape
-    if labels.rank and labels[0] is None:
-        raise InputError(f"{name}: the dataset must yield single examples, not batches. Use dataset.unbatch().")
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise InputError(f"{name}: the dataset is infinite. Remove repeat(), or add take(n).")

@@ -54,10 +54,20 @@ def split(labels: np.ndarray, *, validation: float, test: float, seed: int = 0, 
     asked = {name: value for name, value in (("test", test), ("validation", validation)) if value > 0}
     taken: dict[str, list[np.ndarray]] = {name: [] for name in PARTS}
     debt = dict.fromkeys(asked, 0.0)
-    for sets in _groups_by_class(labels, groups, np.random.default_rng(seed)):
-        _cut_class(sets, asked, debt, taken)
+    # Each class's groups of indices in random order; a group belongs to the class of its first example.
+    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    members = np.split(np.argsort(group_of, kind="stable"), np.cumsum(np.bincount(group_of))[:-1])
+    label_of_group, rng = labels[first], np.random.default_rng(seed)
+    for label in np.unique(label_of_group):
+        drawn = rng.permutation(np.flatnonzero(label_of_group == label))
+        _cut_class([members[i] for i in drawn], asked, debt, taken)
     parts = {name: np.sort(np.concatenate([np.empty(0, np.int64), *taken[name]])) for name in PARTS}
-    _check_filled(parts, asked, len(labels))
+    empty = [name for name in ("train", *asked) if not len(parts[name])]
+    if empty:
+        raise InputError(
+            f"{len(labels)} examples are too few for the requested splits: {' and '.join(empty)} would be empty. "
+            "Add examples, or set `validation` or `test` to 0."
+        )
     return parts
 
 
@@ -99,16 +109,6 @@ def first_of(numbers: np.ndarray) -> np.ndarray:
     return first[which]
 
 
-def _groups_by_class(labels, groups, rng):
-    """Yields each class's groups of indices in random order; a group belongs to the class of its first example."""
-    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
-    members = np.split(np.argsort(group_of, kind="stable"), np.cumsum(np.bincount(group_of))[:-1])
-    label_of_group = labels[first]
-    for label in np.unique(label_of_group):
-        mine = np.flatnonzero(label_of_group == label)
-        yield [members[i] for i in rng.permutation(mine)]
-
-
 def _cut_class(sets, asked, debt, taken) -> None:
     total = sum(len(s) for s in sets)
     left = list(sets)
@@ -135,12 +135,3 @@ def _take(groups: list, wanted: int, *, keep: int) -> tuple[list, list]:
         smallest = min(range(len(rest)), key=lambda i: len(rest[i]))
         got.append(rest.pop(smallest))
     return got, rest
-
-
-def _check_filled(parts, asked, count) -> None:
-    empty = [name for name in ("train", *asked) if not len(parts[name])]
-    if empty:
-        raise InputError(
-            f"{count} examples are too few for the requested splits: {' and '.join(empty)} would be empty. "
-            "Add examples, or set `validation` or `test` to 0."
-        )

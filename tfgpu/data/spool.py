@@ -8,9 +8,10 @@ and removed when the process ends. The batches are the same in both cases.
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -49,17 +50,21 @@ def keep_rows(
         >>> keep_rows({"train": chunks}, name="few", reading=Reading()).labels.tolist()
         [0, 1, 1]
     """
-    rows, labels, own = _SpooledRows(name, reading.memory_bytes), [], {}
-    for part in (part for part in PARTS if part in parts):
-        first = rows.count
-        for x, y in parts[part]:
-            labels.append(_same_kind(y, labels, name))
-            rows.add(x)
-        if rows.count > first or part == "train":
-            own[part] = np.arange(first, rows.count)
-    if not len(own["train"]):
-        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
-    y = np.concatenate(labels)
+    rows, labels = _SpooledRows(name, reading.memory_bytes), []
+
+    def add(x: np.ndarray, y: np.ndarray) -> int:
+        # NumPy would concatenate numbers with strings silently.
+        kinds = [(each.dtype.kind in "USO", each.shape[1:]) for each in (y, *labels[:1])]
+        if kinds[0] != kinds[-1]:
+            raise InputError(
+                f"{name}: all labels must have one type and shape. Received: {labels[0].dtype} of shape "
+                f"{labels[0].shape[1:]}, and {y.dtype} of shape {y.shape[1:]}."
+            )
+        labels.append(y)
+        rows.add(x)
+        return len(x)
+
+    own, y = _read(parts, add, name), np.concatenate(labels)
     if rows.path is None:
         x = np.concatenate(rows.chunks)
         return from_arrays(x, y, name=name, own=own, class_names=class_names, task=reading.task)
@@ -84,19 +89,15 @@ def keep_images(
         InputError: no examples, images that cannot be read, or images of different sizes.
         MachineError: the disk has no room.
     """
-    images, labels, own = _Images(name, reading.memory_bytes), [], {}
-    for part in (part for part in PARTS if part in parts):
-        first = len(labels)
-        for encoded, label in parts[part]:
-            images.add(encoded)
-            labels.append(label)
-        if len(labels) > first or part == "train":
-            own[part] = np.arange(first, len(labels))
-    if not len(own["train"]):
-        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
-    image, size = images.finish()
-    labels = np.asarray(labels)
-    label_of = on_cpu(labels)
+    images, labels = _Images(name, reading.memory_bytes), []
+
+    def add(encoded: bytes, label: int) -> int:
+        images.add(encoded)
+        labels.append(label)
+        return 1
+
+    own, labels = _read(parts, add, name), np.asarray(labels)
+    (image, size), label_of = images.finish(), on_cpu(labels)
     files = Files(
         name=name,
         count=len(labels),
@@ -110,6 +111,19 @@ def keep_images(
         labels=labels,
     )
     return open_files(files, reading)
+
+
+def _read(parts: Mapping[str, Iterable[tuple]], add: Callable[[Any, Any], int], name: str) -> dict[str, np.ndarray]:
+    """Passes each split's examples to `add`, which returns their number; returns the numbers of each split."""
+    own, count = {}, 0
+    for part in (part for part in PARTS if part in parts):
+        first = count
+        count += sum(add(x, y) for x, y in parts[part])
+        if count > first or part == "train":
+            own[part] = np.arange(first, count)
+    if not len(own["train"]):
+        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
+    return own
 
 
 class _SpooledRows:
@@ -200,13 +214,3 @@ def _temporary_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="tfgpu-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-def _same_kind(y: np.ndarray, before: list[np.ndarray], name: str) -> np.ndarray:
-    """Rejects labels that NumPy would concatenate silently: numbers with strings, or rows of different lengths."""
-    if before and ((y.dtype.kind in "USO") != (before[0].dtype.kind in "USO") or y.shape[1:] != before[0].shape[1:]):
-        raise InputError(
-            f"{name}: all labels must have one type and shape. Received: {before[0].dtype} of shape "
-            f"{before[0].shape[1:]}, and {y.dtype} of shape {y.shape[1:]}."
-        )
-    return y

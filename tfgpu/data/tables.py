@@ -13,6 +13,7 @@ length). The column `sample_weight` weighs the examples. A glob or a folder of f
 
 import contextlib
 import csv
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def open_tables(source: SourceName, reading: Reading) -> Examples:
     labels = label_columns(tables[0].path, tables[0].schema.names, source.label)
     for table in tables:
         table.check(labels, tables[0])
-    parts = {part: _rows([tables[i] for i in numbers]) for part, numbers in parts_of(paths).items()}
+    chunks = itertools.chain.from_iterable
+    parts = {part: chunks(tables[i].rows() for i in numbers) for part, numbers in parts_of(paths).items()}
     if len(labels) == 1 and WEIGHT not in tables[0].schema.names:
         single = {part: ((x, y[0]) for x, y, _ in rows) for part, rows in parts.items()}
         return keep_rows(single, name=name, reading=reading)
@@ -84,10 +86,9 @@ def _whole(rows: Iterator, labels: dict[str, bool], name: str, reading: Reading)
         raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     xs, ys, weights = zip(*chunks, strict=True)
     y = [np.concatenate(each) for each in zip(*ys, strict=True)]
-    y = [
-        each.astype(np.int64) if is_whole and np.all(each == np.floor(each)) else each
-        for each, is_whole in zip(y, labels.values(), strict=True)
-    ]
+    for at, is_whole in enumerate(labels.values()):
+        if is_whole and np.all(y[at] == np.floor(y[at])):
+            y[at] = y[at].astype(np.int64)
     weight = [] if weights[0] is None else [np.concatenate(weights)]
     return (np.concatenate(xs), y[0] if len(labels) == 1 else dict(zip(labels, y, strict=True)), *weight)
 
@@ -164,11 +165,6 @@ def read_columns(path: Path, kind: str) -> dict[str, list]:
         message = " ".join(str(error).split())[:300]
         raise InputError(f"Cannot read {path} as {kind}: {message}.") from error
     return {name: table.column(name).to_pylist() for name in table.column_names}
-
-
-def _rows(tables: list["_Table"]) -> Iterator[tuple[np.ndarray, list[np.ndarray], np.ndarray | None]]:
-    for table in tables:
-        yield from table.rows()
 
 
 def place_of(path: Path, kind: str, row: int) -> str:
@@ -286,7 +282,8 @@ class _Table:
         if arrow.types.is_fixed_size_list(column.type) or arrow.types.is_list(column.type):
             values = column.flatten()
             self._check_whole(values, name, first)
-            if len(values) % count or np.unique(np.diff(_starts(column))).size > 1:
+            starts = column.offsets.to_numpy() if hasattr(column, "offsets") else ()  # else all have one size
+            if len(values) % count or np.unique(np.diff(starts)).size > 1:
                 raise InputError(f"{self.path}: the lists in column {name!r} must have one length.")
             column = values
         if arrow.types.is_decimal(column.type):
@@ -323,12 +320,6 @@ class _Table:
             numeric = [*getattr(self, "_features", ()), *getattr(self, "_weight", ()), *getattr(self, "_labels", ())]
             where = self._first_text(numeric) if "conversion error" in message else ""
             raise InputError(f"Cannot read {self.path} as {self._kind}: {message}.{where}") from error
-
-
-def _starts(column) -> np.ndarray:
-    if hasattr(column, "offsets"):
-        return column.offsets.to_numpy()
-    return np.arange(len(column) + 1) * column.type.list_size
 
 
 def _is_numbers(types, kind) -> bool:

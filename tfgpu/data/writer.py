@@ -73,48 +73,35 @@ def write_shards(
             f"Shards hold an array or image and its class. Received: {examples.name} with numbers to predict, named "
             "arrays or sample weights. Keep it in its own format, and pass it to `load`."
         )
-    if examples.skipped:
-        _log.warning(
-            "%s: skipped %d corrupt example(s): %s", examples.name, len(examples.skipped), ", ".join(examples.skipped)
-        )
-    resized = image_size is not None
-    _check_writable(examples, shards, resized)
-    stem = _stem(examples.name if name is None else name)
-    with atomic.replacing(path) as aside:
-        _make_folder(aside)
-        layout = _layout(examples, shards)
-        payloads = _payloads(examples, np.concatenate([indices for *_, indices in layout]), resized)
-        written = []
-        for part, number, count, indices in layout:
-            file = aside / f"{stem}-{part}-{number:05d}-of-{count:05d}.tfrecord"
-            written.append(_write_shard(file, part, payloads, examples, indices))
-        listed = _manifest(examples, tuple(written), resized)
-        listed.write(aside)
-        manifest.check_output(path, overwrite=overwrite)  # another process may have written there meanwhile
-    return listed
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"Cannot write {str(path)!r}: {error.strerror}. Use another folder.") from error
-
-
-def _check_writable(examples: Examples, shards: int, resized: bool) -> None:
+    examples.tell_skipped(_log)
     train = len(examples.own["train"])
     if shards > train:
         raise InputError(
             f"There are more shards than training examples. Received: shards={shards}, {train} training examples in "
             f"{examples.name}. Use {train} or fewer."
         )
-    if not resized and examples.encoded is not None:
-        return
-    if _is_image(examples) and examples.shape[-1] not in (1, 3):
+    is_encoded = examples.encoded is not None and image_size is None
+    if not is_encoded and _is_image(examples) and examples.shape[-1] not in (1, 3):
         raise InputError(
             f"{examples.name}: uint8 images must have 1 or 3 channels. Received: shape {examples.shape}. "
             "Convert them to float32 in [0, 1]."
         )
+    stem = _stem(examples.name if name is None else name)
+    with atomic.replacing(path) as aside:
+        try:
+            aside.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(f"Cannot write {str(aside)!r}: {error.strerror}. Use another folder.") from error
+        layout = _layout(examples, shards)
+        payloads = _payloads(examples, np.concatenate([indices for *_, indices in layout]), is_encoded)
+        written = []
+        for part, number, count, indices in layout:
+            file = f"{stem}-{part}-{number:05d}-of-{count:05d}.tfrecord"
+            written.append(_write_shard(aside / file, part, payloads, examples, indices))
+        listed = _manifest(examples, tuple(written), is_encoded)
+        listed.write(aside)
+        manifest.check_output(path, overwrite=overwrite)  # another process may have written there meanwhile
+    return listed
 
 
 def _is_image(examples: Examples) -> bool:
@@ -139,9 +126,9 @@ def _layout(examples: Examples, shards: int) -> list[tuple[str, int, int, np.nda
     return layout
 
 
-def _payloads(examples: Examples, order: np.ndarray, resized: bool) -> Iterator:
+def _payloads(examples: Examples, order: np.ndarray, is_encoded: bool) -> Iterator:
     """Reads the examples in the given order, in parallel: encoded images, or numbers."""
-    if examples.encoded is not None and not resized:
+    if is_encoded:
         payload = examples.encoded
     elif _is_image(examples):
         payload = lambda i: tf.io.encode_png(examples.example(i))  # noqa: E731
@@ -182,8 +169,8 @@ def _write_shard(path: Path, part: str, payloads, examples: Examples, indices) -
     )
 
 
-def _manifest(examples: Examples, written: tuple[manifest.Shard, ...], resized: bool) -> manifest.Manifest:
-    encoded = (examples.encoded is not None and not resized) or _is_image(examples)
+def _manifest(examples: Examples, written: tuple[manifest.Shard, ...], is_encoded: bool) -> manifest.Manifest:
+    encoded = is_encoded or _is_image(examples)
     kind = "bytes_list" if encoded else "float_list" if examples.dtype.kind == "f" else "int64_list"
     x, y = ("image/encoded", "image/class/label") if encoded else ("x", "y")
     labels = 1 if examples.labels.ndim == 1 else examples.labels.shape[1]

@@ -1,6 +1,6 @@
 """From sequences to a run's batches: splits, then packing or padding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,47 +70,18 @@ def make(
         raise InputError(f"{path} has {len(examples)} sequence(s). {error}") from None
     chosen = {part: [examples[at] for at in index[part]] for part in splits.PARTS}
     made = {}
-    for part, found in chosen.items():
-        if not found:
-            continue
+    for part, found in ((part, found) for part, found in chosen.items() if found):
         settings = {"global_batch": global_batch, "seed": seed, "shuffle": part == "train", "feed": feed}
         pair = [example.ids for example in found], [example.targets for example in found]
         if names is None:
             made[part] = sequences.bucket(*pair, **settings)
         else:
             made[part] = sequences.pack(*pair, length=length, names=names, **settings)
-    data = Data(
-        made["train"].train,
-        *(made[part].train if part in made else None for part in ("validation", "test")),
-        _info(path, vocabulary, length, global_batch, chosen, made["train"]),
-        made["train"].counter,
-    )
+    train = made["train"]
+    facts = {f"{part}_examples": len(found) for part, found in chosen.items()}
+    facts |= {"epoch_examples": train.rows, "steps_per_epoch": train.steps_per_epoch, "global_batch": global_batch}
+    facts |= {"skipped": 0, "augment": (), "labels": "tokens", "label_smoothing": 0.0, "cache": "memory"}
+    info = Info(path.name, (length,), classes=vocabulary, class_names=(), **facts)
+    others = (made[part].train if part in made else None for part in ("validation", "test"))
     learned = sum(int((example.targets != sequences.IGNORED).sum()) for example in chosen["train"])
-    return RunData(data, tuple(chosen["test"]), made["train"].filled, learned)
-
-
-def _info(
-    path: Path,
-    vocabulary: int,
-    length: int,
-    global_batch: int,
-    chosen: Mapping[str, Sequence[Example]],
-    train: sequences.Sequences,
-) -> Info:
-    return Info(
-        name=path.name,
-        input_shape=(length,),
-        classes=vocabulary,
-        class_names=(),
-        train_examples=len(chosen["train"]),
-        validation_examples=len(chosen["validation"]),
-        test_examples=len(chosen["test"]),
-        epoch_examples=train.rows,
-        global_batch=global_batch,
-        steps_per_epoch=train.steps_per_epoch,
-        skipped=0,
-        augment=(),
-        labels="tokens",
-        label_smoothing=0.0,
-        cache="memory",
-    )
+    return RunData(Data(train.train, *others, info, train.counter), tuple(chosen["test"]), train.filled, learned)

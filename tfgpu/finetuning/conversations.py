@@ -67,14 +67,6 @@ def read(path: str | Path) -> list[Record]:
         (('user', '2 + 2'), ('assistant', '4'))
     """
     path = Path(path)
-    text = _content(path)
-    if not is_jsonl(path):
-        return [Record(1, text)]
-    numbered = enumerate(text.split("\n"), start=1)  # not `splitlines`: a JSON string may have other line ends
-    return [_record(line, f"{path}, line {number}", number) for number, line in numbered if line.strip()]
-
-
-def _content(path: Path) -> str:
     if not path.is_file():
         raise InputError(f"There is no file {str(path)!r}. Give --data a .jsonl file or a text file.")
     try:
@@ -83,7 +75,10 @@ def _content(path: Path) -> str:
         raise InputError(f"{path} cannot be read as UTF-8: {error}. Convert it: iconv -t utf-8.") from error
     if not text.strip():
         raise InputError(f"{path} is empty. Give --data a file with one record per line, or a text file.")
-    return text
+    if not is_jsonl(path):
+        return [Record(1, text)]
+    numbered = enumerate(text.split("\n"), start=1)  # not `splitlines`: a JSON string may have other line ends
+    return [_record(line, f"{path}, line {number}", number) for number, line in numbered if line.strip()]
 
 
 def _record(line: str, where: str, number: int) -> Record:

@@ -33,7 +33,7 @@ def packed_inputs(task: keras.Model) -> tuple[str, ...] | None:
     """
     inner = list(model_graph.layers_within(task.backbone).values())
     calls = model_graph.calls(task.backbone)
-    blocks = [call.operation for call in calls if PADDING in _parameter_ends(call.operation)]
+    blocks = [call.operation for call in calls if PADDING in _ends(_parameters(call.operation))]
     if not blocks or not all(_MASK in _parameters(block) for block in blocks):
         return None
     tables = [layer for layer in inner if _is_table(layer) and layer.weights]
@@ -92,10 +92,6 @@ def _is_table(operation: Any) -> bool:
 def _parameters(operation: Any) -> set[str]:
     call = getattr(operation, "call", None)
     return set(inspect.signature(call).parameters) if call is not None else set()
-
-
-def _parameter_ends(operation: Any) -> set[str]:
-    return _ends(_parameters(operation))
 
 
 def _ends(names: Any) -> set[str]:

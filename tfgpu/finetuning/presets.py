@@ -1,10 +1,8 @@
 """Pretrained language models in a folder: a preset of KerasHub, or a folder of Hugging Face that KerasHub converts."""
 
-import contextlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,17 +68,13 @@ def find(folder: str | Path) -> Preset:
             f"{folder} is quantized, which `tfgpu train` does not fine-tune. Give the preset from before "
             "`quantize`, or a script that calls `quantize` and `enable_lora`, then `parallel.apply` or `shard`."
         )
-    _check_files(folder, is_kerashub)
-    return Preset(folder, is_kerashub)
-
-
-def _check_files(folder: Path, is_kerashub: bool) -> None:
     if not any((folder / name).exists() for name in _TOKENIZERS):
         raise InputError(f"{folder} has no tokenizer ({', '.join(_TOKENIZERS[:3])}). Copy it from the same model.")
     if not is_kerashub and not any(folder.glob("*.safetensors")):
         raise InputError(f"{folder} has no *.safetensors file. Copy the model's weights there.")
     if is_kerashub and not any((folder / name).is_file() for name in (_WEIGHTS, _MANY_WEIGHTS)):
         raise InputError(f"{folder} has no {_WEIGHTS}. Save the preset again, with its weights.")
+    return Preset(folder, is_kerashub)
 
 
 def check_library() -> None:
@@ -145,17 +139,10 @@ def load(task: keras.Model, preset: Preset) -> None:
         for layer, value in zip(filter(_is_dense, adapted), kept, strict=True):  # loading sets it to 0
             layer.lora_kernel_a.assign(value)
         return
-    with _paused(adapted):
-        loading.load_weights(task.backbone, preset.weights)
-
-
-@contextlib.contextmanager
-def _paused(adapted: list[keras.layers.Layer]) -> Iterator[None]:
-    """Within the block `kernel` is the variable, and not its sum with LoRA's product."""
-    try:
+    try:  # meanwhile `kernel` is the variable, and not its sum with LoRA's product
         for layer in adapted:
             layer.lora_enabled = False
-        yield
+        loading.load_weights(task.backbone, preset.weights)
     finally:
         for layer in adapted:
             layer.lora_enabled = True

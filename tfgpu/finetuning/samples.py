@@ -51,10 +51,27 @@ def write(
         rest.append(_following(example, given))
     if not prompts:
         return []
-    found = _continued(model, tokenizer, prompts, names=names, tokens=min(tokens, length - 1), length=length)
+    tokens, stops = min(tokens, length - 1), tokenizer.stops()
+    rows = np.full((len(prompts), min(length, max(map(len, prompts)) + tokens)), tokenizer.pad, np.int32)
+    ends = np.array([len(prompt) for prompt in prompts])
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    is_over, written = np.zeros(len(prompts), bool), [[] for _ in prompts]
+    for _ in range(tokens):  # greedy: at each step the whole rows, of one shape, pass the model
+        logits = model.predict(_inputs(rows, ends, names), batch_size=len(prompts), verbose=0)
+        for at in np.flatnonzero(~is_over):
+            token = int(np.argmax(logits[at, ends[at] - 1]))
+            is_over[at] = token in stops
+            if not is_over[at]:
+                written[at].append(token)
+                rows[at, ends[at]] = token
+                ends[at] += 1
+                is_over[at] = ends[at] == rows.shape[1]
+        if is_over.all():
+            break
     return [
         Sample(*(tokenizer.decode(_text(part, tokenizer)).strip() for part in parts))
-        for parts in zip(prompts, rest, found, strict=True)
+        for parts in zip(prompts, rest, written, strict=True)
     ]
 
 
@@ -68,37 +85,6 @@ def _following(example: Example, given: int) -> list[int]:
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     left_out = {tokenizer.start, *tokenizer.stops()}  # asked once: it reads the whole vocabulary
     return [token for token in tokens if token not in left_out]
-
-
-def _continued(
-    model: keras.Model,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    *,
-    names: Sequence[str] | None,
-    tokens: int,
-    length: int,
-) -> list[list[int]]:
-    """Greedy: at each step the whole rows, of one shape, pass the model."""
-    rows = np.full((len(prompts), min(length, max(map(len, prompts)) + tokens)), tokenizer.pad, np.int32)
-    ends = np.array([len(prompt) for prompt in prompts])
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    stops = tokenizer.stops()
-    is_over, written = np.zeros(len(prompts), bool), [[] for _ in prompts]
-    for _ in range(tokens):
-        logits = model.predict(_inputs(rows, ends, names), batch_size=len(prompts), verbose=0)
-        for at in np.flatnonzero(~is_over):
-            token = int(np.argmax(logits[at, ends[at] - 1]))
-            is_over[at] = token in stops
-            if not is_over[at]:
-                written[at].append(token)
-                rows[at, ends[at]] = token
-                ends[at] += 1
-                is_over[at] = ends[at] == rows.shape[1]
-        if is_over.all():
-            break
-    return written
 
 
 def _inputs(rows: np.ndarray, ends: np.ndarray, names: Sequence[str] | None) -> dict[str, np.ndarray]:

@@ -49,9 +49,8 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of some texts, without start and end."""
         found = self.stock(list(texts))
-        return [
-            [int(token) for token in tokens] for tokens in (found.to_list() if hasattr(found, "to_list") else found)
-        ]
+        lists = found.to_list() if hasattr(found, "to_list") else found
+        return [[int(token) for token in tokens] for tokens in lists]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
@@ -98,7 +97,11 @@ def encode(
     Raises:
         InputError: a record has more tokens than `length`, or nothing to learn; the message names the line.
     """
-    segments = [_cut(template.segments(record, f"{path}, line {record.line}")) for record in records]
+    wholes = [template.segments(record, f"{path}, line {record.line}") for record in records]
+    # Pieces of text, of which `START` and `END` are pieces of their own.
+    segments = [
+        [(piece, is_learned) for text, is_learned in parts for piece in _MARKS.split(text) if piece] for parts in wholes
+    ]
     texts = [text for parts in segments for text, _ in parts if not _MARKS.match(text)]
     found, encoded = [], iter(tokenizer.encode(texts))
     marks = {START: tokenizer.start, END: tokenizer.end}
@@ -107,7 +110,13 @@ def encode(
         for text, is_learned in parts:
             tokens = [marks[text]] if text in marks else next(encoded)
             known.append(([token for token in tokens if token is not None], is_learned))
-        ids, learned = _joined(known, tokenizer)
+        ids = [token for tokens, _ in known for token in tokens]
+        learned = [is_learned for tokens, is_learned in known for _ in tokens]
+        if tokenizer.end is not None and ids[-1:] != [tokenizer.end]:  # some templates write it
+            ids, learned = [*ids, tokenizer.end], [*learned, True]
+        if tokenizer.start is not None:
+            ids, learned = [tokenizer.start, *ids], [False, *learned]
+        ids, learned = np.array(ids, np.int32), np.array(learned, bool)
         if not is_jsonl(path):
             return _pieces(ids, length, path)
         if len(ids) - 1 > length:
@@ -119,21 +128,6 @@ def encode(
             raise InputError(f"{path}, line {record.line} has no token to learn. Write a response, or remove the line.")
         found.append(_example(ids, learned, record.line))
     return found
-
-
-def _cut(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Pieces of text, of which `START` and `END` are pieces of their own."""
-    return [(piece, is_learned) for text, is_learned in parts for piece in _MARKS.split(text) if piece]
-
-
-def _joined(parts: list[tuple[list[int], bool]], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    ids = [token for tokens, _ in parts for token in tokens]
-    learned = [is_learned for tokens, is_learned in parts for _ in tokens]
-    if tokenizer.end is not None and ids[-1:] != [tokenizer.end]:  # some templates write it
-        ids, learned = [*ids, tokenizer.end], [*learned, True]
-    if tokenizer.start is not None:
-        ids, learned = [tokenizer.start, *ids], [False, *learned]
-    return np.array(ids, np.int32), np.array(learned, bool)
 
 
 def _example(ids: np.ndarray, learned: np.ndarray, line: int) -> Example:

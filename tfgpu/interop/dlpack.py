@@ -49,7 +49,17 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
             "Convert it with numpy.asarray first."
         )
     kind, index = value.__dlpack_device__()
-    where = _check_device(int(kind), index)
+    where = _WHERE.get(int(kind))
+    if where is None:
+        raise MachineError(
+            f"The array is on a device of DLPack's kind {int(kind)}, which TensorFlow does not support. Move it to the "
+            "CPU."
+        )
+    count = len(tf.config.list_logical_devices(where))
+    if where == "GPU" and index >= count:
+        raise MachineError(
+            f"The array is on GPU {index}, but TensorFlow sees {count} GPU(s). Move it to the CPU first."
+        )
     try:
         if where == "GPU":
             shared = tf.experimental.dlpack.from_dlpack(value.__dlpack__())
@@ -150,17 +160,3 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> Shared:
             f"This TensorFlow does not support {tensor.dtype.name} in DLPack. Cast it, or use tensor.numpy()."
         ) from error
     return shared
-
-
-def _check_device(kind: int, index: int) -> str:
-    where = _WHERE.get(kind)
-    if where is None:
-        raise MachineError(
-            f"The array is on a device of DLPack's kind {kind}, which TensorFlow does not support. Move it to the CPU."
-        )
-    count = len(tf.config.list_logical_devices(where))
-    if where == "GPU" and index >= count:
-        raise MachineError(
-            f"The array is on GPU {index}, but TensorFlow sees {count} GPU(s). Move it to the CPU first."
-        )
-    return where

@@ -59,7 +59,7 @@ class DaliBatches(position.Epochs):
             local = replicas // context.num_input_pipelines
             first = context.input_pipeline_id * local
             own = range(first * each, (first + local) * each)
-            return _dataset(source.opened(own), self._counter, local)
+            return _dataset(_Run(source, own), self._counter, local)
 
         each = source.shards // replicas
         return strategy.distribute_datasets_from_function(of_worker)
@@ -114,8 +114,8 @@ def dali(
     if last not in LAST:
         raise unknown("last", last, LAST)
     source = _Source(make, shards, global_batch // shards, reader, last)
-    run = source.opened(range(shards))
-    counts = [run.rows_at(0, step) for step in range(run.steps)]
+    run = _Run(source, range(shards))
+    counts = [sum(run.kept(0, step)) for step in range(run.parts[0].steps)]
     steps = sum(count == global_batch or (last == "partial" and count > 0) for count in counts)
     counter = position.Counter()
     return DaliBatches(_dataset(run, counter, 1, steps), run.parts[0].examples, steps, counter, source)
@@ -132,9 +132,6 @@ class _Source:
                 f"Received: {type(make)}."
             )
         self._make = make
-
-    def opened(self, which: Sequence[int]) -> "_Run":
-        return _Run(self, list(which))
 
     def pipeline(self, shard: int) -> object:
         made = self._make(shard, self.shards, self.batch)
@@ -158,8 +155,7 @@ class _Shard:
     """One pipeline and its position."""
 
     def __init__(self, source: _Source, number: int):
-        self._source, self._number = source, number
-        self._pipeline = source.pipeline(number)
+        self._source, self._number, self._pipeline = source, number, source.pipeline(number)
         self._ahead: list[Batch] = []
         self._facts = self._reader()
         self.examples = self._facts["epoch_size"]
@@ -218,30 +214,27 @@ class _Shard:
 class _Run:
     """Reads some shards in parallel, epoch by epoch."""
 
-    def __init__(self, source: _Source, which: list[int]):
+    def __init__(self, source: _Source, which: Sequence[int]):
         self._source, self._which = source, which
         self._one_at_a_time = threading.Lock()
         self._turn = 0
         self._open()
         self.spec = tuple(tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in self.parts[0].look())
 
-    @property
-    def steps(self) -> int:
-        return self.parts[0].steps
-
-    def rows_at(self, epoch: int, step: int) -> int:
-        return sum(self._kept(part, epoch, step) for part in self.parts)
-
-    def _kept(self, part: _Shard, epoch: int, step: int) -> int:
-        """The rows of a shard in a batch, without padding."""
-        return int(np.clip(part.count(epoch) - step * self._source.batch, 0, self._source.batch))
+    def kept(self, epoch: int, step: int) -> list[int]:
+        """The rows of each shard in a batch, without padding."""
+        batch = self._source.batch
+        return [int(np.clip(part.count(epoch) - step * batch, 0, batch)) for part in self.parts]
 
     def epoch(self, number: int) -> Iterator[list[Batch]]:
         """Yields the batches of an epoch, each as a list of rows by shard."""
         with self._one_at_a_time:
             self._turn += 1
             turn = self._turn
-            self._go_to(number)
+            if (self._epoch, self._step) > (number, 0):
+                self._open()
+            while self._epoch < number:
+                self._next()
         while True:
             with self._one_at_a_time:
                 if turn != self._turn:
@@ -255,18 +248,12 @@ class _Run:
         self.parts = [_Shard(self._source, number) for number in self._which]
         self._epoch, self._step = 0, 0
 
-    def _go_to(self, epoch: int) -> None:
-        if (self._epoch, self._step) > (epoch, 0):
-            self._open()
-        while self._epoch < epoch:
-            self._next()
-
     def _next(self) -> list[Batch] | None:
         """One batch of each shard, without padding; None at the end of the epoch, which begins the next."""
-        if self._step == self.steps:
+        if self._step == self.parts[0].steps:
             self._epoch, self._step = self._epoch + 1, 0
             return None
-        kept = [self._kept(part, self._epoch, self._step) for part in self.parts]
+        kept = self.kept(self._epoch, self._step)
         self._step += 1
         return [tuple(array[:rows] for array in part.take()) for part, rows in zip(self.parts, kept, strict=True)]
 

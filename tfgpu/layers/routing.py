@@ -41,7 +41,7 @@ class Router:
             is_token: bool [tokens], False for tokens that go nowhere and count for nothing; None: all count.
             has_losses: whether the routes are asked for losses, which takes sums over the batch.
         """
-        has_places = self.capacity_factor is not None and not _is_tried()
+        has_places = self.capacity_factor is not None and not step_context.current().is_trying
         choices = self._choices(logits, is_token)
         one_hot = tf.one_hot(choices.experts, self.num_experts, dtype=tf.float32)
         if is_token is not None:
@@ -52,7 +52,9 @@ class Router:
         by_choice = tf.transpose(one_hot, [1, 0, 2])  # all first choices, then all second ones
         if has_places:
             places = tf.cumsum(by_choice, axis=1, exclusive=True) + counts.before[:, None]
-            is_kept = places < self._capacity(counts.tokens)
+            share = self.capacity_factor * self.top_k / self.num_experts
+            most = tf.math.ceil(tf.cast(counts.tokens, tf.float64) * share - 1e-6)  # less than rounding adds
+            is_kept = places < tf.cast(tf.maximum(most, 1.0), tf.float32)
             by_choice = tf.where(is_kept, by_choice, tf.zeros_like(by_choice))
         flat = tf.reshape(by_choice, [-1, self.num_experts])
         places = tf.reduce_sum(tf.cumsum(flat, exclusive=True) * flat, -1)
@@ -62,7 +64,8 @@ class Router:
         weights = tf.reduce_sum(one_hot * choices.probabilities[:, None], -1)
         if self.normalize:
             weights = tf.math.divide_no_nan(weights, tf.reduce_sum(weights, -1, keepdims=True))
-        size = tf.shape(logits, tf.int64)[0] if _is_compiled() else _most(by_choice)
+        most = tf.reduce_max(tf.reduce_sum(by_choice, [0, 1]))  # tokens of an expert
+        size = tf.shape(logits, tf.int64)[0] if _is_compiled() else tf.cast(tf.maximum(most, 1.0), tf.int64)
         return Routes(choices.experts, weights, places, is_kept, size, self.num_experts, counts)
 
     def _choices(self, logits: tf.Tensor, is_token: tf.Tensor | None) -> "_Choices":
@@ -74,12 +77,6 @@ class Router:
             return _Choices(experts, probabilities, squares, tf.cast(tf.shape(logits)[0], tf.float32), None)
         counted = tf.cast(is_token, tf.float32)
         return _Choices(experts, probabilities, squares, tf.reduce_sum(counted), counted)
-
-    def _capacity(self, tokens: tf.Tensor) -> tf.Tensor:
-        """How many of the batch's tokens an expert takes, as a float."""
-        share = self.capacity_factor * self.top_k / self.num_experts
-        found = tf.math.ceil(tf.cast(tokens, tf.float64) * share - 1e-6)  # less than rounding adds
-        return tf.cast(tf.maximum(found, 1.0), tf.float32)
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,10 @@ class _Choices:
 
     def sums(self) -> list[tf.Tensor]:
         """Over the tokens: their number, the probabilities by expert, and the squares."""
-        if self.counted is None:
-            return [self.tokens[None], tf.reduce_sum(self.probabilities, 0), tf.reduce_sum(self.squares)[None]]
-        return [
-            self.tokens[None],
-            tf.reduce_sum(self.probabilities * self.counted[:, None], 0),
-            tf.reduce_sum(self.squares * self.counted)[None],
-        ]
+        probabilities, squares = self.probabilities, self.squares
+        if self.counted is not None:
+            probabilities, squares = probabilities * self.counted[:, None], squares * self.counted
+        return [self.tokens[None], tf.reduce_sum(probabilities, 0), tf.reduce_sum(squares)[None]]
 
 
 @dataclass(frozen=True)
@@ -131,13 +125,17 @@ class _Counts:
             choices: what the router says.
             are_placed: whether places are counted.
         """
-        count, at = (1, 0) if _is_alone() else _replicas()
+        count, at, is_alone = 1, 0, _is_alone()
+        if not is_alone:
+            context = replication.replica_context()
+            count = context.num_replicas_in_sync
+            at = replication.shard_index(context.strategy, replication.replica_number(context))
         table = tf.stop_gradient(own)
         if are_placed:
             table = tf.one_hot(at, count, dtype=tf.float32)[:, None, None] * table
         sums = [tf.reshape(table, [-1]), *choices.sums()]
         sizes, total = [tf.size(each) for each in sums], tf.concat(sums, 0)
-        if not _is_alone():
+        if not is_alone:
             (total,) = row_sums.over_replicas([tf.where(step_context.has_rows(), total, tf.zeros_like(total))])
         table, tokens, probabilities, squares = tf.split(total, sizes)
         table = tf.reshape(table, [-1, *own.shape])
@@ -223,11 +221,6 @@ def _with_zeros(rows: tf.Tensor) -> tf.Tensor:
     return tf.pad(rows, [[0, 1], [0, 0]])
 
 
-def _most(by_choice: tf.Tensor) -> tf.Tensor:
-    """The most tokens of an expert; at least 1."""
-    return tf.cast(tf.maximum(tf.reduce_max(tf.reduce_sum(by_choice, [0, 1])), 1.0), tf.int64)
-
-
 def _is_compiled() -> bool:
     """Whether XLA compiles this step, for which shapes must not depend on values."""
     facts = step_context.step()
@@ -236,23 +229,11 @@ def _is_compiled() -> bool:
     return not tf.executing_eagerly() and private.is_compiled_by_xla(tf.compat.v1.get_default_graph())
 
 
-def _is_tried() -> bool:
-    """Whether a layer around is tried on a few rows: then each token is alone."""
-    return step_context.current().is_trying
-
-
 def _is_alone() -> bool:
     """Whether the batch is what this replica sees."""
-    if _is_tried() or step_context.has_local_forward():
+    if step_context.current().is_trying or step_context.has_local_forward():  # tried on a few rows: each token is alone
         return True
     context = replication.replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return True
     return step_context.step() is None and not batch_rows.can_communicate()
-
-
-def _replicas() -> tuple[int, int | tf.Tensor]:
-    """How many replicas there are, and which rows are this one's: those of the first, the second, ..."""
-    context = replication.replica_context()
-    number = replication.replica_number(context)
-    return context.num_replicas_in_sync, replication.shard_index(context.strategy, number)

@@ -7,7 +7,7 @@ from tfgpu.compat import keras as keras_private
 from tfgpu.core import logits, step_context
 from tfgpu.core.row_mixing.choices import by_rows
 from tfgpu.errors import InputError, whole_number
-from tfgpu.losses import deferred_metrics, heads, row_chunks
+from tfgpu.losses import heads, row_chunks
 
 
 @by_rows
@@ -61,7 +61,7 @@ class ChunkedCrossentropy(keras.losses.Loss):
             raise InputError(f"`label_smoothing` must be from 0 to 1. Received: {label_smoothing!r}.")
         self.chunk, self.label_smoothing, self.ignore_class = chunk, label_smoothing, ignore_class
         heads.install()
-        deferred_metrics.install()
+        row_chunks.give_to_metrics()
 
     def call(self, y_true, y_pred):
         """The loss of each token.
@@ -90,7 +90,11 @@ class ChunkedCrossentropy(keras.losses.Loss):
             head.rows.append(rows)
             return rows.losses
         if (found := logits.noted(y_pred, "sequence_parts")) is not None:
-            return self._by_parts(target, *found)
+            losses, (parts, devices) = [], found  # positions are on several devices (`parallel.sequence`)
+            for own, part, device in zip(tf.split(target, len(parts), 1), parts, devices, strict=True):
+                with tf.device(device):
+                    losses.append(self._of_all(own, tf.cast(part, self.dtype)))
+            return tf.concat(losses, 1)
         is_eager = not hasattr(y_pred, "graph")
         if not (is_eager or keras_private.in_symbolic_scope() or step_context.current().is_trying):
             raise InputError(
@@ -101,14 +105,6 @@ class ChunkedCrossentropy(keras.losses.Loss):
             )
         return self._of_all(target, y_pred)
 
-    def _by_parts(self, target: tf.Tensor, parts: tuple, devices: tuple) -> tf.Tensor:
-        """The losses of positions that are on several devices (`parallel.sequence`), each on its own."""
-        found = []
-        for own, part, device in zip(tf.split(target, len(parts), 1), parts, devices, strict=True):
-            with tf.device(device):
-                found.append(self._of_all(own, tf.cast(part, self.dtype)))
-        return tf.concat(found, 1)
-
     def _of_all(self, target: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(target, y_pred)
         if not self.label_smoothing:
@@ -117,9 +113,5 @@ class ChunkedCrossentropy(keras.losses.Loss):
         return losses + self.label_smoothing * (own - tf.reduce_mean(y_pred, -1))
 
     def get_config(self):
-        return {
-            "chunk": self.chunk,
-            "label_smoothing": self.label_smoothing,
-            "ignore_class": self.ignore_class,
-            **super().get_config(),
-        }
+        own = {name: getattr(self, name) for name in ("chunk", "label_smoothing", "ignore_class")}
+        return {**own, **super().get_config()}

@@ -28,24 +28,14 @@ from tfgpu.models.transformer import transformer
 from tfgpu.models.vit import vit
 
 __all__ = [
-    "BUILDERS",
-    "Recompute",
-    "applications",
-    "build",
-    "cnn",
-    "defaults_of",
-    "mlp",
-    "resnet",
-    "transformer",
-    "vit",
-]
+    "BUILDERS", "Recompute", "applications", "build", "cnn", "defaults_of", "mlp", "resnet", "transformer", "vit",
+]  # fmt: skip
 
 BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, transformer, vit)})
 
 # `build` sets these: a head with logits for the data's classes, and no downloaded weights.
-_FIXED = frozenset({"weights", "include_top", "input_tensor", "input_shape", "classes", "classifier_activation"})
-_WITHOUT_TOP = frozenset({"pooling"})
 _GIVEN = frozenset({"input_shape", "classes"})
+_FIXED = _GIVEN | {"weights", "include_top", "input_tensor", "classifier_activation", "pooling"}
 
 
 def applications() -> Mapping[str, Callable[..., keras.Model]]:
@@ -150,7 +140,7 @@ def _options(name: str, function: Callable[..., object]) -> list[str]:
     if name.lower() in BUILDERS:
         return _keywords(function)
     taken = _keywords(function, positional=True)
-    return [p for p in taken if p not in (_GIVEN if ":" in name else _FIXED | _WITHOUT_TOP)]
+    return [p for p in taken if p not in (_GIVEN if ":" in name else _FIXED)]
 
 
 def _build_application(function, input_shape, classes, options) -> keras.Model:
@@ -159,11 +149,7 @@ def _build_application(function, input_shape, classes, options) -> keras.Model:
         options.setdefault("include_preprocessing", False)
     try:
         model = function(
-            weights=None,
-            input_shape=tuple(input_shape),
-            classes=classes,
-            classifier_activation=None,
-            **options,
+            weights=None, input_shape=tuple(input_shape), classes=classes, classifier_activation=None, **options
         )
     except (ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
@@ -180,11 +166,14 @@ def _build_application(function, input_shape, classes, options) -> keras.Model:
 def _build_from_module(name, function, input_shape, classes, options) -> keras.Model:
     shape = dict(input_shape) if isinstance(input_shape, Mapping) else tuple(input_shape)
     arguments = {"input_shape": shape, "classes": classes}
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function)):
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         _check_options(name, options, _options(name, function))
         arguments = {key: value for key, value in arguments.items() if key in _keywords(function, positional=True)}
     arguments |= options
-    missing = [p for p in _required(function) if p not in arguments]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    missing = [name for name in required if name not in arguments]
     if missing:
         raise InputError(f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it.")
     try:
@@ -196,9 +185,10 @@ def _build_from_module(name, function, input_shape, classes, options) -> keras.M
         raise InputError(
             f"Model {name!r} must return a keras.Model. Received: {type(model).__name__}. Return the model."
         )
-    if _ends_in_softmax(model):
+    last = model.layers[-1] if model.layers else None
+    if isinstance(last, keras.layers.Softmax) or getattr(last, "activation", None) is keras.activations.softmax:
         raise InputError(
-            f"Model {name!r} must return logits, but its layer {model.layers[-1].name!r} applies softmax, "
+            f"Model {name!r} must return logits, but its layer {last.name!r} applies softmax, "
             "and the loss would apply it again. Remove that activation."
         )
     return model
@@ -215,22 +205,6 @@ def _check_options(name: str, options: Mapping[str, object], allowed: Sequence[s
             raise errors.unknown(f"option of model {name}", option, allowed)
 
 
-def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
-
-
 def _keywords(function: Callable[..., object], *, positional: bool = False) -> list[str]:
     kinds = {inspect.Parameter.KEYWORD_ONLY} | ({inspect.Parameter.POSITIONAL_OR_KEYWORD} if positional else set())
-    return [p.name for p in _parameters(function) if p.kind in kinds]
-
-
-def _required(function: Callable[..., object]) -> list[str]:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in variable]
-
-
-def _ends_in_softmax(model: keras.Model) -> bool:
-    if not model.layers:
-        return False
-    last = model.layers[-1]
-    return isinstance(last, keras.layers.Softmax) or getattr(last, "activation", None) is keras.activations.softmax
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]

@@ -81,9 +81,8 @@ def cnn(
     else:
         x = keras.layers.GlobalAveragePooling2D(dtype="float32", name="average")(x)
     if units:
-        x = keras.layers.Dense(units, use_bias=normalization == "none", kernel_initializer=initializer, name="hidden")(
-            x
-        )
+        has_bias = normalization == "none"
+        x = keras.layers.Dense(units, use_bias=has_bias, kernel_initializer=initializer, name="hidden")(x)
         x = parts.normalize(x, normalization, name="hidden_norm")
         x = keras.layers.Activation(activation, name="hidden_activation")(x)
         x = parts.drop(x, dropout, name="hidden_dropout")
@@ -92,20 +91,7 @@ def cnn(
 
 def _stage(x, *, channels: int, convolutions: int, kernel: int, dropout: float, name: str, **style: str):
     for i in range(1, convolutions + 1):
-        x = _convolve(x, channels, kernel, **style, name=f"{name}_conv{i}")
+        x = parts.convolve(x, channels, kernel, **style, name=f"{name}_conv{i}")
     # "same" keeps a feature map of one pixel, so any depth works for any image.
     x = keras.layers.MaxPooling2D(2, padding="same", name=f"{name}_pool")(x)
     return parts.drop(x, dropout, name=f"{name}_dropout")
-
-
-def _convolve(x, channels: int, kernel: int, *, activation: str, initializer: str, normalization: str, name: str):
-    x = keras.layers.Conv2D(
-        channels,
-        kernel,
-        padding="same",
-        use_bias=normalization == "none",
-        kernel_initializer=initializer,
-        name=name,
-    )(x)
-    x = parts.normalize(x, normalization, name=f"{name}_norm")
-    return keras.layers.Activation(activation, name=f"{name}_activation")(x)

@@ -62,9 +62,8 @@ def mlp(
 
 
 def _hidden(x, *, units: int, dropout: float, number: int, activation: str, initializer: str, normalization: str):
-    x = keras.layers.Dense(
-        units, use_bias=normalization == "none", kernel_initializer=initializer, name=f"dense{number}"
-    )(x)
+    has_bias = normalization == "none"
+    x = keras.layers.Dense(units, use_bias=has_bias, kernel_initializer=initializer, name=f"dense{number}")(x)
     x = parts.normalize(x, normalization, name=f"norm{number}")
     x = keras.layers.Activation(activation, name=f"activation{number}")(x)
     return parts.drop(x, dropout, name=f"dropout{number}")

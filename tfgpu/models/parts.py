@@ -153,19 +153,25 @@ def normalize(x, kind: str, *, name: str, zero_gamma: bool = False):
     """
     gamma = "zeros" if zero_gamma else "ones"
     if kind in ("batch", "sync_batch"):
-        return keras.layers.BatchNormalization(
-            momentum=BATCH_MOMENTUM,
-            epsilon=BATCH_EPSILON,
-            gamma_initializer=gamma,
-            synchronized=kind == "sync_batch",
-            name=name,
-        )(x)
+        settings = {"momentum": BATCH_MOMENTUM, "epsilon": BATCH_EPSILON, "gamma_initializer": gamma, "name": name}
+        return keras.layers.BatchNormalization(**settings, synchronized=kind == "sync_batch")(x)
     if kind == "group":
         groups = math.gcd(MOST_GROUPS, x.shape[-1])
         return keras.layers.GroupNormalization(groups, epsilon=BATCH_EPSILON, gamma_initializer=gamma, name=name)(x)
     if kind == "layer":
         return keras.layers.LayerNormalization(epsilon=LAYER_EPSILON, gamma_initializer=gamma, name=name)(x)
     return x
+
+
+def convolve(
+    x, channels, kernel, stride=1, *, activation, initializer, normalization, name, zero_gamma=False, activate=True
+):
+    """Adds a convolution, a normalization and, unless the sum with a shortcut comes first, the activation."""
+    has_bias = normalization == "none"
+    settings = {"padding": "same", "use_bias": has_bias, "kernel_initializer": initializer, "name": name}
+    x = keras.layers.Conv2D(channels, kernel, strides=stride, **settings)(x)
+    x = normalize(x, normalization, name=f"{name}_norm", zero_gamma=zero_gamma)
+    return keras.layers.Activation(activation, name=f"{name}_activation")(x) if activate else x
 
 
 def drop(x, rate: float, *, name: str):
@@ -208,15 +214,7 @@ def check_heads(width: int, heads: int) -> None:
 
 
 def attention_style(
-    width: int,
-    *,
-    heads: int,
-    mlp_width: int | None,
-    activation: str,
-    initializer: str,
-    normalization: str,
-    dropout: float,
-    attention_dropout: float,
+    width: int, heads: int, mlp_width: int | None, activation, initializer, normalization, dropout, attention_dropout
 ) -> dict[str, object]:
     """Checks the common arguments of transformer blocks.
 
@@ -268,17 +266,7 @@ def attention_blocks(x, *, depth: int, causal: bool, recompute: bool, **style):
 
 
 def attend(
-    x,
-    *,
-    heads: int,
-    mlp_width: int,
-    causal: bool,
-    activation: str,
-    initializer: str,
-    normalization: str,
-    dropout: float,
-    attention_dropout: float,
-    name: str,
+    x, *, heads, mlp_width, causal, activation, initializer, normalization, dropout, attention_dropout, name: str
 ):
     """Adds one pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -309,11 +297,7 @@ def attend(
     width = x.shape[-1]
     y = normalize(x, normalization, name=f"{name}_norm1")
     y = keras.layers.MultiHeadAttention(
-        heads,
-        width // heads,
-        dropout=attention_dropout,
-        kernel_initializer=initializer,
-        name=f"{name}_attention",
+        heads, width // heads, dropout=attention_dropout, kernel_initializer=initializer, name=f"{name}_attention"
     )(y, y, use_causal_mask=causal)
     y = drop(y, dropout, name=f"{name}_dropout1")
     x = keras.layers.Add(name=f"{name}_add1")([x, y])

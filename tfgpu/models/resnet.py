@@ -86,17 +86,14 @@ def resnet(
 
     inputs = keras.Input(shape, name="inputs")
     large = stem == "imagenet" or (stem == "auto" and min(shape[:2]) > LARGEST_SMALL_SIDE)
-    x = _convolve(inputs, width, 7 if large else 3, 2 if large else 1, **style, name="stem")
+    x = parts.convolve(inputs, width, 7 if large else 3, 2 if large else 1, **style, name="stem")
     if large:
         x = keras.layers.MaxPooling2D(3, strides=2, padding="same", name="stem_pool")(x)
     for stage, count in enumerate(blocks, start=1):
         for i in range(1, count + 1):
-            stride = 2 if stage > 1 and i == 1 else 1
-            name = f"stage{stage}_block{i}"
-            channels = width * 2 ** (stage - 1)
-            add = functools.partial(
-                residual, channels=channels, stride=stride, zero_gamma=zero_init_residual, name=name
-            )
+            name, stride = f"stage{stage}_block{i}", 2 if stage > 1 and i == 1 else 1
+            own = {"channels": width * 2 ** (stage - 1), "stride": stride, "zero_gamma": zero_init_residual}
+            add = functools.partial(residual, **own, name=name)
             x = block(x, add, recompute=recompute, name=name)
     x = keras.layers.GlobalAveragePooling2D(dtype="float32", name="average")(x)
     x = parts.drop(x, dropout, name="dropout")
@@ -111,49 +108,24 @@ def _blocks(depth: object) -> tuple[int, ...]:
     return known[depth]
 
 
-def _convolve(
-    x,
-    channels,
-    kernel,
-    stride,
-    *,
-    activation,
-    initializer,
-    normalization,
-    name,
-    zero_gamma=False,
-    activate=True,
-):
-    """Adds a convolution, a normalization and, unless the sum with the shortcut comes first, the activation."""
-    x = keras.layers.Conv2D(
-        channels,
-        kernel,
-        strides=stride,
-        padding="same",
-        use_bias=normalization == "none",
-        kernel_initializer=initializer,
-        name=name,
-    )(x)
-    x = parts.normalize(x, normalization, name=f"{name}_norm", zero_gamma=zero_gamma)
-    return keras.layers.Activation(activation, name=f"{name}_activation")(x) if activate else x
-
-
 def _basic(x, channels, stride, *, zero_gamma, name, **style):
-    y = _convolve(x, channels, 3, stride, **style, name=f"{name}_conv1")
-    y = _convolve(y, channels, 3, 1, **style, name=f"{name}_conv2", zero_gamma=zero_gamma, activate=False)
+    y = parts.convolve(x, channels, 3, stride, **style, name=f"{name}_conv1")
+    y = parts.convolve(y, channels, 3, 1, **style, name=f"{name}_conv2", zero_gamma=zero_gamma, activate=False)
     return _join(x, y, stride, **style, name=name)
 
 
 def _bottleneck(x, channels, stride, *, zero_gamma, name, **style):
-    y = _convolve(x, channels, 1, 1, **style, name=f"{name}_conv1")
-    y = _convolve(y, channels, 3, stride, **style, name=f"{name}_conv2")
-    y = _convolve(y, channels * EXPANSION, 1, 1, **style, name=f"{name}_conv3", zero_gamma=zero_gamma, activate=False)
+    y = parts.convolve(x, channels, 1, 1, **style, name=f"{name}_conv1")
+    y = parts.convolve(y, channels, 3, stride, **style, name=f"{name}_conv2")
+    y = parts.convolve(
+        y, channels * EXPANSION, 1, 1, **style, name=f"{name}_conv3", zero_gamma=zero_gamma, activate=False
+    )
     return _join(x, y, stride, **style, name=name)
 
 
 def _join(x, y, stride, *, name, **style):
     """Adds the branch `y` to the shortcut from `x`, which is projected if the shape changes."""
     if stride != 1 or x.shape[-1] != y.shape[-1]:
-        x = _convolve(x, y.shape[-1], 1, stride, **style, name=f"{name}_shortcut", activate=False)
+        x = parts.convolve(x, y.shape[-1], 1, stride, **style, name=f"{name}_shortcut", activate=False)
     x = keras.layers.Add(name=f"{name}_add")([x, y])
     return keras.layers.Activation(style["activation"], name=f"{name}_out")(x)

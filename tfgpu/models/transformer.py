@@ -60,14 +60,7 @@ def transformer(
     for name, value in {"classes": classes, "width": width, "depth": depth, "heads": heads}.items():
         whole_number(name, value)
     style = parts.attention_style(
-        width,
-        heads=heads,
-        mlp_width=mlp_width,
-        activation=activation,
-        initializer=initializer,
-        normalization=normalization,
-        dropout=dropout,
-        attention_dropout=attention_dropout,
+        width, heads, mlp_width, activation, initializer, normalization, dropout, attention_dropout
     )
     parts.check_flag("recompute", recompute)
 

@@ -1,7 +1,6 @@
 """Vision transformers: an image as a sequence of patches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import keras
@@ -9,25 +8,12 @@ import keras
 from tfgpu.errors import InputError, whole_number
 from tfgpu.models import layers, parts
 
-
-@dataclass(frozen=True)
-class Size:
-    """The width, depth and heads of a named model."""
-
-    width: int
-    depth: int
-    heads: int
-
-
-# "nano" is tfgpu's, for small images on a laptop; the others are the published ones (ViT-Ti, -S, -B, -L, -H).
+# Width, depth and heads. "nano" is tfgpu's, for small images on a laptop; the others are the published ones (ViT-Ti,
+# -S, -B, -L, -H).
 SIZES = MappingProxyType(
     {
-        "nano": Size(96, 4, 4),
-        "tiny": Size(192, 12, 3),
-        "small": Size(384, 12, 6),
-        "base": Size(768, 12, 12),
-        "large": Size(1024, 24, 16),
-        "huge": Size(1280, 32, 16),
+        **{"nano": (96, 4, 4), "tiny": (192, 12, 3), "small": (384, 12, 6)},
+        **{"base": (768, 12, 12), "large": (1024, 24, 16), "huge": (1280, 32, 16)},
     }
 )
 POOLS = ("token", "mean")
@@ -91,20 +77,12 @@ def vit(
     shape = parts.check_shape("vit", input_shape, ("height", "width", "channels"))
     whole_number("classes", classes)
     known = SIZES[parts.check_choice("size", size, tuple(SIZES))]
-    width = whole_number("width", known.width if width is None else width)
-    depth = whole_number("depth", known.depth if depth is None else depth)
-    heads = whole_number("heads", known.heads if heads is None else heads)
+    given = zip(("width", "depth", "heads"), (width, depth, heads), known, strict=True)
+    width, depth, heads = (whole_number(name, default if value is None else value) for name, value, default in given)
     patch = _check_patch(patch, shape)
     parts.check_choice("pool", pool, POOLS)
     style = parts.attention_style(
-        width,
-        heads=heads,
-        mlp_width=mlp_width,
-        activation=activation,
-        initializer=initializer,
-        normalization=normalization,
-        dropout=dropout,
-        attention_dropout=attention_dropout,
+        width, heads, mlp_width, activation, initializer, normalization, dropout, attention_dropout
     )
     parts.check_flag("recompute", recompute)
 

@@ -22,16 +22,17 @@ Stages (options and defaults; fractions are of the image's side unless stated ot
 clips them. Every random number depends on (seed, epoch, position in the epoch).
 """
 
-import functools
 import math
 
 import tensorflow as tf
 
-from tfgpu.data.augmentation import color, geometry, mixing, targets
-from tfgpu.data.augmentation.rows import of_rows
+from tfgpu.data.augmentation import geometry, mixing, targets
 from tfgpu.data.augmentation.stages import COLOR, MIXING
-from tfgpu.data.position import Numbers
+from tfgpu.data.position import Numbers, of_rows
 from tfgpu.errors import InputError
+
+_GRAY = (0.299, 0.587, 0.114)  # ITU-R BT.601 luma
+_FEW_CHANNELS = 3
 
 
 def automatic(name: str, shape: tuple[int, ...]) -> tuple:
@@ -131,7 +132,7 @@ def apply(
             images, labels = mixing.apply(name, images, labels, options, numbers, stream, moved)
             shape, have = shape if rows is None else [None, *shape[1:]], wanted
         else:
-            images = _PIXEL_STAGES[name](images, options, numbers, stream, have)
+            images = _changed(name, images, options, numbers, stream, have)
         images = tf.ensure_shape(images, shape)
         stream += len(block)
     return images, labels
@@ -162,45 +163,52 @@ def _blocks(stages):
     """Groups adjacent geometric stages with the same fill; every other stage is alone."""
     blocks: list[list] = []
     for stage in stages:
-        if blocks and all(_joinable(other, stage) for other in blocks[-1]):
+        fill = stage[1].get("fill")  # a flip has none
+        fits = stage[0] in geometry.STAGES and blocks and blocks[-1][0][0] in geometry.STAGES
+        if fits and (fill is None or {other.get("fill", fill) for _, other in blocks[-1]} == {fill}):
             blocks[-1].append(stage)
         else:
             blocks.append([stage])
     return blocks
 
 
-def _joinable(one, other) -> bool:
-    if one[0] not in geometry.STAGES or other[0] not in geometry.STAGES:
-        return False
-    return "flip" in (one[0], other[0]) or one[1]["fill"] == other[1]["fill"]
+def _changed(name: str, images: tf.Tensor, options: dict, numbers: Numbers, stream: int, rows) -> tf.Tensor:
+    """Changes the values of images, each by itself.
+
+    A factor blends the image with a version without brightness (black), contrast (its mean) or saturation (its gray): 0
+    gives that version, 1 the image, 2 extrapolates. Keras's layers for these either draw once per batch or use the
+    histogram of the whole batch, so an image would depend on its neighbors.
+    """
+    if name == "noise":
+        pixels = math.prod(images.shape[1:])
+        noise = (numbers if rows is None else numbers.at(rows)).normal(pixels, stream=stream)  # as large as the images
+        return images + options["stddev"] * tf.reshape(noise, tf.shape(images))
+    if name == "cutout":
+        height, width = images.shape[1:3]
+        lengths = [max(1, round(options["fraction"] * side)) for side in (height, width)]
+        blank = geometry.boxes((height, width), of_rows(numbers.uniform(2, stream=stream), rows), lengths)
+        return tf.where(blank[..., None], 0.0, images)
+    factor = of_rows(1.0 + geometry.spread(numbers.uniform(1, stream=stream)[:, 0], options["fraction"]), rows)
+    if name == "hue":  # 1 is a full circle
+        hue, saturation, value = tf.unstack(tf.image.rgb_to_hsv(tf.clip_by_value(images, 0.0, 1.0)), axis=-1)
+        hue = tf.math.floormod(hue + (factor - 1.0)[:, None, None], 1.0)
+        return tf.image.hsv_to_rgb(tf.stack([hue, saturation, value], axis=-1))
+    factor = factor[:, None, None, None]
+    if name == "brightness":
+        return images * factor
+    gray = tf.constant(_GRAY)
+    without = _means(images) if name == "contrast" else tf.reduce_sum(images * gray, axis=-1, keepdims=True)
+    return without + (images - without) * factor
 
 
-def _factor(options, numbers, stream):
-    return 1.0 + geometry.spread(numbers.uniform(1, stream=stream)[:, 0], options["fraction"])
+def _means(images: tf.Tensor) -> tf.Tensor:
+    """Each image's mean by channel, [batch, 1, 1, channels], the same to the bit whatever else is in the batch.
 
-
-def _colored(change, images, options, numbers, stream, rows):
-    return change(images, of_rows(_factor(options, numbers, stream), rows))
-
-
-def _noise(images, options, numbers, stream, rows):
-    pixels = math.prod(images.shape[1:])
-    noise = (numbers if rows is None else numbers.at(rows)).normal(pixels, stream=stream)  # as large as the images
-    return images + options["stddev"] * tf.reshape(noise, tf.shape(images))
-
-
-def _cutout(images, options, numbers, stream, rows):
-    height, width = images.shape[1:3]
-    lengths = [max(1, round(options["fraction"] * side)) for side in (height, width)]
-    blank = geometry.boxes((height, width), of_rows(numbers.uniform(2, stream=stream), rows), lengths)
-    return tf.where(blank[..., None], 0.0, images)
-
-
-_PIXEL_STAGES = {
-    "brightness": functools.partial(_colored, color.brighten),
-    "contrast": functools.partial(_colored, color.contrast),
-    "saturation": functools.partial(_colored, color.saturate),
-    "hue": functools.partial(_colored, lambda images, factor: color.turn_hue(images, factor - 1.0)),
-    "noise": _noise,
-    "cutout": _cutout,
-}
+    TensorFlow sums in another order where one image is alone, and where it takes several channels at a time.
+    """
+    one_more = tf.cond(tf.shape(images)[0] == 1, lambda: tf.concat([images, images], 0), lambda: images)
+    if images.shape[-1] <= _FEW_CHANNELS:
+        means = tf.reduce_mean(one_more, axis=[1, 2], keepdims=True)
+    else:
+        means = tf.reduce_mean(tf.transpose(one_more, [0, 3, 1, 2]), axis=[2, 3])[:, None, None, :]
+    return means[: tf.shape(images)[0]]

@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from tfgpu.data.augmentation.rows import of_rows
+from tfgpu.data.position import of_rows
 
 STAGES = ("flip", "crop", "shift", "rotate", "zoom")
 
@@ -22,22 +22,17 @@ def moves(images: tf.Tensor, block, numbers, stream: int, rows: tf.Tensor | None
     Returns:
         float32 [batch, 3, 3], and the fill.
     """
-    shape = tf.shape(images)
-    size = tf.cast(shape[1], tf.float32), tf.cast(shape[2], tf.float32)
+    size = [tf.cast(side, tf.float32) for side in tf.unstack(tf.shape(images)[1:3])]
     draws = [numbers.uniform(2, stream=stream + offset) for offset in range(len(block))]
     ones = tf.ones_like(draws[0][:, 0])
     total = matrix(ones, 1, 0, 0, 0, 1, 0)
     for draw, (name, options) in zip(draws, block, strict=True):
-        total = total @ _MATRICES[name](ones, draw[:, 0], draw[:, 1], size, options)
+        total = total @ _matrix_of(name, options, ones, draw[:, 0], draw[:, 1], size)
     fills = [options["fill"] for _, options in block if "fill" in options]
-    return of_rows(centered(total, shape), rows), fills[0] if fills else "nearest"
-
-
-def centered(matrices: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Makes matrices [batch, 3, 3] turn about the center of images of `shape`, [batch, height, width, channels]."""
-    ones = tf.ones([tf.shape(matrices)[0]])
-    middle_y, middle_x = ((tf.cast(side, tf.float32) - 1.0) / 2.0 for side in (shape[1], shape[2]))
-    return matrix(ones, 1, 0, middle_x, 0, 1, middle_y) @ matrices @ matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
+    middle_y, middle_x = ((side - 1.0) / 2.0 for side in size)
+    to_center = matrix(ones, 1, 0, middle_x, 0, 1, middle_y)
+    total = to_center @ total @ matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
+    return of_rows(total, rows), fills[0] if fills else "nearest"
 
 
 def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str, interpolation: str = "BILINEAR") -> tf.Tensor:
@@ -46,7 +41,7 @@ def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str, interpolation: str =
     Args:
         images: float32 [batch, height, width, channels].
         matrices: float32 [batch, 3, 3]; each maps an output pixel (x, y, 1) to the input pixel that it shows, counted
-            from the corner (see `centered`).
+            from the corner (see `moves`).
         fill: how to fill beyond the border: `constant` (0), `reflect` or `nearest`.
         interpolation: `BILINEAR` or `NEAREST`.
 
@@ -98,42 +93,22 @@ def spread(u: tf.Tensor, limit) -> tf.Tensor:
     return (2.0 * u - 1.0) * limit
 
 
-def _flip_matrix(ones, u, v, size, options):
-    x = tf.where(u < 0.5, -1.0, 1.0) if options["horizontal"] else ones
-    y = tf.where(v < 0.5, -1.0, 1.0) if options["vertical"] else ones
-    return matrix(ones, x, 0, 0, 0, y, 0)
-
-
-def _crop_matrix(ones, u, v, size, options):
-    steps = 2.0 * options["padding"] + 1.0
-    dx, dy = (tf.floor(w * steps) - options["padding"] for w in (u, v))
-    return matrix(ones, 1, 0, dx, 0, 1, dy)
-
-
-def _shift_matrix(ones, u, v, size, options):
-    height, width = size
-    return matrix(ones, 1, 0, spread(u, options["fraction"] * width), 0, 1, spread(v, options["fraction"] * height))
-
-
-def _rotate_matrix(ones, u, v, size, options):
-    return turned(ones, spread(u, math.radians(options["degrees"])))
-
-
-def turned(ones: tf.Tensor, angle: tf.Tensor) -> tf.Tensor:
-    """Makes the matrices that rotate an image by `angle` radians."""
-    cos, sin = tf.cos(angle), tf.sin(angle)
-    return matrix(ones, cos, -sin, 0, sin, cos, 0)
-
-
-def _zoom_matrix(ones, u, v, size, options):
+def _matrix_of(name: str, options: dict, ones: tf.Tensor, u: tf.Tensor, v: tf.Tensor, size) -> tf.Tensor:
+    """What a stage does to each image of a batch, by its two random numbers of [0, 1)."""
+    if name == "flip":
+        x = tf.where(u < 0.5, -1.0, 1.0) if options["horizontal"] else ones
+        y = tf.where(v < 0.5, -1.0, 1.0) if options["vertical"] else ones
+        return matrix(ones, x, 0, 0, 0, y, 0)
+    if name == "crop":
+        steps = 2.0 * options["padding"] + 1.0
+        dx, dy = (tf.floor(w * steps) - options["padding"] for w in (u, v))
+        return matrix(ones, 1, 0, dx, 0, 1, dy)
+    if name == "shift":
+        height, width = (options["fraction"] * side for side in size)
+        return matrix(ones, 1, 0, spread(u, width), 0, 1, spread(v, height))
+    if name == "rotate":
+        angle = spread(u, math.radians(options["degrees"]))
+        cos, sin = tf.cos(angle), tf.sin(angle)
+        return matrix(ones, cos, -sin, 0, sin, cos, 0)
     inverse = 1.0 / (1.0 + spread(u, options["fraction"]))
     return matrix(ones, inverse, 0, 0, 0, inverse, 0)
-
-
-_MATRICES = {
-    "flip": _flip_matrix,
-    "crop": _crop_matrix,
-    "shift": _shift_matrix,
-    "rotate": _rotate_matrix,
-    "zoom": _zoom_matrix,
-}

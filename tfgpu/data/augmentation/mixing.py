@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.augmentation import geometry
-from tfgpu.data.augmentation.rows import of_rows
+from tfgpu.data.position import of_rows
 
 _STEPS = 4096  # of the quantile table
 
@@ -80,21 +80,20 @@ def _between(other, own, kept):
 
 
 def _beta(u: tf.Tensor, alpha: float) -> tf.Tensor:
-    """Transforms uniform numbers to Beta(alpha, alpha) by a table, so each example uses exactly one number."""
-    table = tf.constant(_quantiles(float(alpha)), tf.float32)
+    """Transforms uniform numbers to Beta(alpha, alpha) by a table, so each example uses exactly one number.
+
+    The table has the quantiles at `_STEPS` + 1 points, by bisection.
+    """
+    wanted = np.linspace(0.0, 1.0, _STEPS + 1)
+    low, high = np.zeros_like(wanted), np.ones_like(wanted)
+    with tf.init_scope(), tf.device("CPU:0"):
+        alpha = tf.constant(float(alpha), tf.float64)
+        for _ in range(50):
+            middle = (low + high) / 2.0
+            below = tf.math.betainc(alpha, alpha, middle).numpy() < wanted
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+    table = tf.constant(np.concatenate([[0.0], high[1:-1], [1.0]]), tf.float32)
     place = u * _STEPS
     low = tf.minimum(tf.cast(place, tf.int32), _STEPS - 1)
     share = place - tf.cast(low, tf.float32)
     return tf.gather(table, low) * (1.0 - share) + tf.gather(table, low + 1) * share
-
-
-def _quantiles(alpha: float) -> np.ndarray:
-    """Computes the quantiles of Beta(alpha, alpha) at `_STEPS` + 1 points by bisection."""
-    wanted = np.linspace(0.0, 1.0, _STEPS + 1)
-    low, high = np.zeros_like(wanted), np.ones_like(wanted)
-    with tf.init_scope(), tf.device("CPU:0"):
-        for _ in range(50):
-            middle = (low + high) / 2.0
-            below = tf.math.betainc(tf.cast(alpha, tf.float64), tf.cast(alpha, tf.float64), middle).numpy() < wanted
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return np.concatenate([[0.0], high[1:-1], [1.0]])

@@ -26,7 +26,7 @@ COLOR = ("saturation", "hue")  # need three color channels
 MIXING = ("mixup", "cutmix")  # mix examples and their labels
 
 _BOUNDS = {  # option -> (check, description)
-    "padding": (lambda v: v == int(v) and v >= 1, "a whole number of pixels from 1"),
+    "padding": (lambda v: v % 1 == 0 and v >= 1, "a whole number of pixels from 1"),
     "fraction": (lambda v: 0 < v < 1, "between 0 and 1"),
     "degrees": (lambda v: 0 < v <= 180, "above 0 and at most 180"),
     "stddev": (lambda v: v > 0, "above 0"),
@@ -64,7 +64,15 @@ def mixes(stages: Iterable[tuple[str, dict]]) -> bool:
 
 
 def _stage(item) -> tuple[str, dict]:
-    name, given = (item, {}) if isinstance(item, str) else _pair(item)
+    if isinstance(item, Mapping) and len(item) == 1:  # as YAML writes it: `- rotate: {degrees: 5}`
+        item = next(iter(item.items()))
+    item = (item, {}) if isinstance(item, str) else item
+    if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], Mapping)):
+        raise InputError(
+            f"An augmentation stage is a name or a (name, options) pair. Received: {item!r}. "
+            "Write 'flip' or ('rotate', {'degrees': 10})."
+        )
+    name, given = item
     if name not in STAGES:
         raise unknown("augmentation", name, STAGES)
     for key in given:
@@ -74,17 +82,6 @@ def _stage(item) -> tuple[str, dict]:
     for key, value in options.items():
         _check_option(name, key, value, default=STAGES[name][key])
     return name, options
-
-
-def _pair(item) -> tuple[str, Mapping]:
-    if isinstance(item, Mapping) and len(item) == 1:  # as YAML writes it: `- rotate: {degrees: 5}`
-        item = next(iter(item.items()))
-    if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], Mapping)):
-        raise InputError(
-            f"An augmentation stage is a name or a (name, options) pair. Received: {item!r}. "
-            "Write 'flip' or ('rotate', {'degrees': 10})."
-        )
-    return item[0], item[1]
 
 
 def _check_option(name: str, key: str, value: object, *, default: object) -> None:
@@ -97,12 +94,7 @@ def _check_option(name: str, key: str, value: object, *, default: object) -> Non
             raise InputError(f"{where} must be true or false. Received: {value!r}.")
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{where} must be a number. Received: {value!r}. The default is {default!r}.")
-    elif not _within(key, value):
-        raise InputError(f"{where} must be {_BOUNDS[key][1]}. Received: {value!r}. The default is {default!r}.")
-
-
-def _within(key: str, value: float) -> bool:
-    try:
-        return bool(_BOUNDS[key][0](value))
-    except (ValueError, OverflowError):  # int() of NaN or infinity
-        return False
+    else:
+        is_within, bounds = _BOUNDS[key]
+        if not is_within(value):
+            raise InputError(f"{where} must be {bounds}. Received: {value!r}. The default is {default!r}.")

@@ -63,16 +63,12 @@ def follow(targets: Any, matrices: tf.Tensor, fill: str, shape: tf.Tensor) -> An
         return targets
     found = dict(targets)
     if MASKS in found:
-        found[MASKS] = _moved_masks(found[MASKS], matrices, fill)
+        masks, is_plane = found[MASKS], found[MASKS].shape.rank == 3
+        moved = geometry.warp(masks[..., None] if is_plane else masks, matrices, fill, "NEAREST")
+        found[MASKS] = tf.ensure_shape(moved[..., 0] if is_plane else moved, masks.shape)
     if BOXES in found:
         found[BOXES] = {**found[BOXES], **_moved_boxes(found[BOXES], matrices, shape)}
     return found
-
-
-def _moved_masks(masks: tf.Tensor, matrices: tf.Tensor, fill: str) -> tf.Tensor:
-    planes = masks[..., None] if masks.shape.rank == 3 else masks
-    moved = geometry.warp(planes, matrices, fill, "NEAREST")
-    return tf.ensure_shape(moved[..., 0] if masks.shape.rank == 3 else moved, masks.shape)
 
 
 def _moved_boxes(given: Mapping[str, tf.Tensor], matrices: tf.Tensor, shape: tf.Tensor) -> dict[str, tf.Tensor]:

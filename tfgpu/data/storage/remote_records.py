@@ -88,7 +88,13 @@ class RemoteIndex(Index):
     def __init__(self, paths: list[RemoteFile], *, known=None):
         self._crc, self._files = _crc32c(), paths
         super().__init__(paths, known=known)
-        self._ends = self._ends_in_files()
+        # Each record ends where the next one of its file begins, or where the file ends.
+        self._ends = np.empty_like(self.offsets)
+        sizes = np.array([file.size for file in self._files], np.int64)
+        order = np.lexsort((self.offsets, self.file_of))
+        self._ends[order[:-1]] = self.offsets[order[1:]]
+        last = np.append(self.file_of[order[1:]] != self.file_of[order[:-1]], True)
+        self._ends[order[last]] = sizes[self.file_of[order[last]]]
 
     def _scan(self, path: RemoteFile) -> tuple[list[int], bool]:
         def read(place: int, length: int) -> bytes:
@@ -96,16 +102,6 @@ class RemoteIndex(Index):
             return path.read(place, length)
 
         return scan(path, path.size, read)
-
-    def _ends_in_files(self) -> np.ndarray:
-        """Where each record ends: where the next one of its file begins, or the file's end."""
-        ends = np.empty_like(self.offsets)
-        sizes = np.array([file.size for file in self._files], np.int64)
-        order = np.lexsort((self.offsets, self.file_of))
-        ends[order[:-1]] = self.offsets[order[1:]]
-        last = np.append(self.file_of[order[1:]] != self.file_of[order[:-1]], True)
-        ends[order[last]] = sizes[self.file_of[order[last]]]
-        return ends
 
     def reordered(self, order: np.ndarray) -> "RemoteIndex":
         other = super().reordered(order)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.data.augmentation.targets import MASKS
 from tfgpu.data.names import TASKS
 from tfgpu.data.position import on_cpu
 from tfgpu.errors import InputError, unknown
@@ -77,16 +78,6 @@ def check_task(task: Task) -> None:
     for each in task.values() if isinstance(task, Mapping) else (task,):
         if each is not None and each not in TASKS:
             raise unknown("task", each, TASKS)
-
-
-def task_of(task: Task, target: str | None = None) -> str | None:
-    """The task of a target; None: it is found from the labels.
-
-    Example:
-        >>> task_of({"price": "regression"}, "price"), task_of("regression", "price"), task_of({"price": "regression"})
-        ('regression', 'regression', None)
-    """
-    return task.get(target) if isinstance(task, Mapping) else task
 
 
 def has_numbers(y: np.ndarray, task: Task, name: str) -> bool:
@@ -182,3 +173,56 @@ def check_finite(what: str, rows: np.ndarray, first: int = 0) -> None:
             f"{what} must be finite. Received: NaN or Inf in example {first + int(is_finite.argmin())} (the first is "
             "0). Remove or correct it."
         )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a model learns under one name.
+
+    Attributes:
+        kind: `"class"`, one per example; `"places"`, a class at each place of a sequence or a mask; `"numbers"`; or
+            `"other"`, such as boxes.
+        shape: for one example; () for a class and for one number.
+        classes: the number of classes, also of boxes if their labels are known; 0 for masks in files, which are not all
+            read to count them.
+        class_names: one name for each of them.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    classes: int = 0
+    class_names: tuple[str, ...] = ()
+
+
+def targets_of(structure: Structure | None, shape: Any = ()) -> Target | Mapping[str, Target] | None:
+    """The target, or the targets by name; None where the model learns classes or tokens alone.
+
+    Args:
+        structure: of the examples.
+        shape: of one example's inputs.
+
+    Example:
+        >>> targets_of(Structure(targets=np.array([[0.5, 1.5]], "float32")))
+        Target(kind='numbers', shape=(2,), classes=0, class_names=())
+    """
+    if structure is None or structure.targets is None:
+        return None
+    if not isinstance(structure.targets, Mapping):
+        return _target(structure.targets, ())
+    found = {name: _target(each, structure.class_names.get(name, ())) for name, each in structure.targets.items()}
+    return found | {MASKS: Target("places", tuple(shape[:2]))} if structure.planes else found
+
+
+def _target(values: Any, class_names: tuple[str, ...]) -> Target:
+    if isinstance(values, Mapping):
+        labels = values.get("labels")
+        found = int(labels.max()) + 1 if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" else 0
+        return Target("other", (), len(class_names) or max(found, 0), class_names)
+    if values.dtype.kind == "f":
+        return Target("numbers", values.shape[1:])
+    if values.min() < 0:
+        return Target("other", values.shape[1:])
+    classes = int(values.max()) + 1
+    if values.ndim > 1:
+        return Target("places", values.shape[1:], classes)
+    return Target("class", (), classes, class_names or tuple(map(str, range(classes))))

@@ -1,18 +1,36 @@
-"""Opens arrays and streams with named inputs or targets, several outputs, or sample weights."""
+"""Opens arrays and streams with named inputs or targets, several outputs, or sample weights, and NumPy's files.
+
+The arrays of an `.npz` file:
+
+    x, y                         examples and labels
+    x/left, x/ids                named inputs
+    y/kind, y/price              named targets; y/bounding_boxes/boxes is nested
+    sample_weight                a number from 0 per example
+    x_train, y_train, x_test     the same for splits, in one file; or files named train..., test...
+
+They are read into memory, and must fit in `memory_bytes`.
+"""
 
 import functools
+import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.data import splits
-from tfgpu.data.decoding import Reading
+from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, features, from_arrays, labeled, labels_of
-from tfgpu.data.structure.arrays import Structure, Task, has_numbers, numbers, task_of
+from tfgpu.data.records import find, parts_of
+from tfgpu.data.structure.arrays import Structure, Task, has_numbers, numbers
 from tfgpu.errors import InputError, unknown
+
+_NAMES = re.compile(rf"(x|y|sample_weight)(?:_({'|'.join(splits.PARTS)}))?((?:/[^/]+)*)")
+_KNOWN = "x, y, x/NAME, y/NAME, sample_weight, each also with _train, _validation or _test"
 
 
 def is_structured(value: object) -> bool:
@@ -40,7 +58,19 @@ def open_structured(parts: Mapping[str, tuple], *, name: str, reading: Reading) 
         arrays = opened[0][0].joined(*(structure for structure, _ in opened[1:]))
     except (ValueError, TypeError) as error:
         raise InputError(f"{name}: all splits must have the same structure: {error}.") from error
-    return _examples(arrays, own, name, reading.task)
+    x, y, copies = arrays.inputs, arrays.targets, None
+    labels, class_names, targets, named = _learned(y, reading.task, name)
+    if isinstance(x, np.ndarray):
+        one = from_arrays(x, np.zeros(len(x), np.int64), name=name)
+        inputs, array, shape = None, one.array, one.shape
+    else:
+        inputs = tf.nest.map_structure(lambda each: features(each, name=name), x)
+        shape = tf.nest.map_structure(lambda each: tuple(each.shape[1:]), inputs)
+        digests = [map(splits.digest, each) for each in tf.nest.flatten(inputs)]
+        copies = splits.same(map(b"".join, zip(*digests, strict=True)))
+        array = np.zeros([len(labels), 0], np.float32)
+    structure = Structure(inputs, targets, arrays.weights, named)
+    return Examples(name, labels, shape, class_names, array=array, own=own, copies=copies, structure=structure)
 
 
 def stacked(elements: Iterable, *, name: str, reading: Reading) -> tuple:
@@ -102,22 +132,6 @@ def _arrays(value: Any, name: str) -> Any:
         raise InputError(f"{name}: all rows must have one shape. Pad them.") from error
 
 
-def _examples(arrays: Structure, own: Mapping[str, np.ndarray], name: str, task: Task) -> Examples:
-    x, y, copies = arrays.inputs, arrays.targets, None
-    labels, class_names, targets, named = _learned(y, task, name)
-    if isinstance(x, np.ndarray):
-        one = from_arrays(x, np.zeros(len(x), np.int64), name=name)
-        inputs, array, shape = None, one.array, one.shape
-    else:
-        digests: list[list[bytes]] = []
-        inputs = tf.nest.map_structure(lambda each: _features(each, name, digests), x)
-        shape = tf.nest.map_structure(lambda each: tuple(each.shape[1:]), inputs)
-        copies = splits.same(map(b"".join, zip(*digests, strict=True)))
-        array = np.zeros([len(labels), 0], np.float32)
-    structure = Structure(inputs, targets, arrays.weights, named)
-    return Examples(name, labels, shape, class_names, array=array, own=own, copies=copies, structure=structure)
-
-
 def with_targets(examples: Examples, y: Any, weights: np.ndarray | None, *, task: Task) -> Examples:
     """Replaces labels that are row numbers by the labels and weights of those rows.
 
@@ -141,36 +155,103 @@ def with_targets(examples: Examples, y: Any, weights: np.ndarray | None, *, task
     return replace(examples, labels=labels[rows], class_names=class_names, structure=structure)
 
 
-def _features(values: np.ndarray, name: str, digests: list[list[bytes]]) -> np.ndarray:
-    """Rows as the model sees them; appends a hash of each."""
-    found = features(values, name=name)
-    digests.append([splits.digest(row) for row in found])
-    return found
-
-
 def _learned(y: Any, task: Task, name: str) -> tuple[np.ndarray, tuple[str, ...], Any, dict[str, tuple[str, ...]]]:
-    """Labels (all 0 if there are targets), their classes' names, targets, and their classes' names."""
-    if isinstance(y, Mapping):
-        targets, named = _named(y, task, name)
-        return np.zeros(len(tf.nest.flatten(y)[0]), np.int64), (), targets, named
-    labels, class_names, structure = labeled(y, name=name, task=task)
-    return labels, class_names, None if structure is None else structure.targets, {}
-
-
-def _named(y: Mapping[str, Any], task: Task, name: str) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Named targets as numbers, and the names of the classes where labels were texts."""
-    if isinstance(task, Mapping):
-        for each in task:
-            if each not in y:
-                raise unknown(f"target of {name}", each, y)
-    found, class_names = {}, {}
+    """Labels (all 0 if there are targets), their classes' names, targets, and the names of the classes of texts."""
+    if not isinstance(y, Mapping):
+        labels, class_names, structure = labeled(y, name=name, task=task)
+        return labels, class_names, None if structure is None else structure.targets, {}
+    for each in task if isinstance(task, Mapping) else ():
+        if each not in y:
+            raise unknown(f"target of {name}", each, y)
+    found, named = {}, {}
     for target, value in y.items():
-        said, where = task_of(task, target), f"{name}: y[{target!r}]"
+        said = task.get(target) if isinstance(task, Mapping) else task
+        where = f"{name}: y[{target!r}]"
         is_array = isinstance(value, np.ndarray)
         if is_array and value.dtype.kind in "USO" and not has_numbers(value, said, where):
-            found[target], class_names[target] = labels_of(value, name=where)
+            found[target], named[target] = labels_of(value, name=where)
         elif is_array and said == "classification" and value.ndim == 1:
             found[target], _ = labels_of(value, name=where)
         else:
             found[target] = tf.nest.map_structure(functools.partial(numbers, task=said, name=where), value)
-    return found, class_names
+    return np.zeros(len(tf.nest.flatten(y)[0]), np.int64), (), found, named
+
+
+def open_npz(path: str, reading: Reading) -> Examples:
+    """Opens a file, a folder or a glob of `.npz` files.
+
+    Args:
+        path: where they are.
+        reading: how much to keep in memory, and the task.
+
+    Raises:
+        InputError: no file, arrays of other names or of Python objects, or more than fit in memory.
+    """
+    paths = find(path, end=".npz")
+    name = Path(path).name
+    check_unsized(name, reading.image_size)
+    members = [_read_npz(each) for each in paths]
+    if sum(each.nbytes for file in members for each in file.values()) > reading.memory_bytes:
+        raise InputError(
+            f"{name} does not fit in memory_bytes={reading.memory_bytes}. Increase it (--memory-bytes), or write "
+            "shards: tfgpu data write."
+        )
+    parts: dict[str, list[dict[str, np.ndarray]]] = {}
+    for part, which in parts_of(paths).items():
+        for at in which:
+            found: dict[str, dict[str, np.ndarray]] = {}  # by split, named `x`, `y/price` and so on
+            for key, array in members[at].items():
+                match = _NAMES.fullmatch(key)
+                if match is None:
+                    raise InputError(
+                        f"{paths[at]} has an array {key!r}. Expected the names {_KNOWN}. Rename or remove it."
+                    )
+                found.setdefault(match[2] or part, {})[match[1] + match[3]] = array
+            for own, arrays in found.items():
+                parts.setdefault(own, []).append(arrays)
+    whole = {part: _joined(files, name) for part, files in parts.items()}
+    if "train" not in whole:
+        raise InputError(f"{name} has no training examples. Received: arrays for {', '.join(sorted(whole))}.")
+    return open_structured({part: _nested(arrays, name) for part, arrays in whole.items()}, name=name, reading=reading)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as loaded:
+            return dict(loaded)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = "it holds Python objects, which are not unpickled" if "pickle" in str(error) else str(error)
+        raise InputError(f"Cannot read {path} as npz: {reason}. Write arrays of numbers with numpy.savez.") from error
+
+
+def _joined(files: list[dict[str, np.ndarray]], name: str) -> dict[str, np.ndarray]:
+    """The arrays of one split's files, one after another."""
+    first, *others = files
+    if any(each.keys() != first.keys() for each in others):
+        raise InputError(f"{name}: all files of a split must hold arrays of the same names.")
+    try:
+        return {key: np.concatenate([each[key] for each in files]) for key in first}
+    except ValueError as error:
+        raise InputError(f"{name}: all files must hold examples of one shape: {error}.") from error
+
+
+def _nested(arrays: Mapping[str, Any], name: str) -> tuple:
+    """`(x, y)` or `(x, y, sample_weight)` of arrays and nested dicts."""
+    tops: dict[str, Any] = {}
+    for key, array in arrays.items():
+        top, *inner = key.split("/")
+        if not inner:
+            if top in tops:
+                raise InputError(f"{name} holds {top!r} and {top}/NAME. Keep one of them.")
+            tops[top] = array
+            continue
+        place = tops.setdefault(top, {})
+        for word in inner[:-1]:
+            place = place.setdefault(word, {}) if isinstance(place, dict) else place
+        if not isinstance(place, dict) or inner[-1] in place:
+            raise InputError(f"{name} holds {key!r} and an array within or above it. Keep one of them.")
+        place[inner[-1]] = array
+    for top in ("x", "y"):
+        if top not in tops:
+            raise InputError(f"{name} has no array {top!r}. Received: {', '.join(arrays)}. Expected {_KNOWN}.")
+    return tuple(tops[top] for top in ("x", "y", "sample_weight") if top in tops)

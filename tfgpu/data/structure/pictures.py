@@ -1,28 +1,30 @@
 """Pictures in files with more than a class each: numbers or several targets from a table, boxes, masks.
 
     images:homes.csv#price        a table whose column `file` (or `image`) names the picture, beside the table
-    coco:boxes.json#pictures      COCO's annotations, and the folder of the pictures
+    coco:boxes.json#pictures      COCO's annotations, and the folder of the pictures; crowds (`iscrowd`) are left out
     masks:leaves/                 leaves/images/1.jpg with leaves/masks/1.png; also leaves/train/images/...
 
-Pictures and masks are read by place, like those of a folder by class; tables and boxes lie in memory.
+Pictures and masks are read by place, like those of a folder by class; tables and boxes lie in memory. Of
+COCO's files (https://cocodataset.org/#format-data) only `images`, `annotations` (`bbox`) and `categories` are read.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data.decoding import Files, Reading, decode_image, open_files, resize
+from tfgpu.data.augmentation.targets import BOXES
+from tfgpu.data.decoding import Reading, image_files, open_files, resize
 from tfgpu.data.examples import Examples
 from tfgpu.data.folders import SUFFIXES, images_below
 from tfgpu.data.names import SourceName, check_encodable
 from tfgpu.data.position import on_cpu
 from tfgpu.data.records import find, parts_of
 from tfgpu.data.splits import PARTS
-from tfgpu.data.structure import coco
 from tfgpu.data.structure.opening import with_targets
 from tfgpu.data.tables import WEIGHT, label_columns, place_of, read_columns
 from tfgpu.errors import InputError
@@ -31,21 +33,16 @@ FILE = ("file", "image", "filename", "path")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def open_pictures(source: SourceName, reading: Reading) -> Examples:
-    """Opens pictures with targets.
+def open_listed(source: SourceName, reading: Reading) -> Examples:
+    """Opens pictures with the labels of a table.
 
     Args:
-        source: of the kind `images`, `coco` or `masks`.
+        source: of the kind `images`.
         reading: size, corrupt files, memory, task.
 
     Raises:
         InputError: files that are missing or do not belong together.
     """
-    opened = {"images": _from_table, "coco": _from_coco, "masks": _from_masks}
-    return opened[source.kind](source, reading)
-
-
-def _from_table(source: SourceName, reading: Reading) -> Examples:
     paths = find(source.value, end=".csv")
     kind = "parquet" if paths[0].name.endswith(".parquet") else "csv"
     pictures, own, rows = _read_all(paths, lambda path: _table(path, kind, source.label))
@@ -94,18 +91,37 @@ def _table(path: Path, kind: str, asked: str | None) -> tuple[list[Path], dict[s
     return pictures, kept
 
 
-def _from_coco(source: SourceName, reading: Reading) -> Examples:
-    def read(path: Path) -> tuple[Sequence[Path], coco.Annotated]:
-        found = coco.read(path, source.label)
+def open_coco(source: SourceName, reading: Reading) -> Examples:
+    """Opens pictures with boxes.
+
+    Args:
+        source: of the kind `coco`.
+        reading: size, corrupt files, memory, task.
+
+    Raises:
+        InputError: files that are missing or do not belong together.
+    """
+
+    def read(path: Path) -> tuple[Sequence[Path], Annotated]:
+        found = read_coco(path, source.label)
         return found.pictures, found
 
     pictures, own, annotated = _read_all(find(source.value, end=".json"), read)
-    y, class_names = coco.targets(annotated, reading.image_size)
+    y, class_names = _coco_targets(annotated, reading.image_size)
     examples = with_targets(_opened(Path(source.value).name, pictures, own, reading), y, None, task=None)
     return replace(examples, structure=replace(examples.structure, class_names=class_names))
 
 
-def _from_masks(source: SourceName, reading: Reading) -> Examples:
+def open_masks(source: SourceName, reading: Reading) -> Examples:
+    """Opens pictures with masks.
+
+    Args:
+        source: of the kind `masks`.
+        reading: size, corrupt files, memory, task.
+
+    Raises:
+        InputError: files that are missing or do not belong together.
+    """
     root = Path(source.value)
     parts = [part for part in PARTS if (root / part / "images").is_dir()]
     folders = {part: root / part for part in parts} if "train" in parts else {"train": root}
@@ -161,56 +177,131 @@ def _check_mask(path: Path) -> None:
 
 
 def _opened(
-    name: str,
-    pictures: Sequence[Path],
-    own: Mapping[str, np.ndarray],
-    reading: Reading,
-    masks: Sequence[Path] | None = None,
+    name: str, pictures: Sequence[Path], own: Mapping, reading: Reading, masks: Sequence[Path] = ()
 ) -> Examples:
     """Pictures whose labels are their numbers; where there are masks, these are the last channel."""
-    _check_there(name, pictures)
-    check_encodable([*pictures, *(masks or ())])
-    count = len(pictures)
-    path_of = on_cpu([str(path) for path in pictures])
-    mask_of = None if masks is None else on_cpu([str(path) for path in masks])
-
-    def read(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        image = decode_image(tf.io.read_file(tf.gather(path_of, i)), reading.image_size)
-        return image if mask_of is None else with_mask(image, tf.gather(mask_of, i), reading.image_size), i
-
-    def where(i: tf.Tensor) -> tf.Tensor:
-        more = [] if mask_of is None else [" with its mask ", mask_of[i], ", which must have its size"]
-        return tf.strings.join(["the image ", path_of[i], *more])
-
-    files = Files(
-        name=name,
-        count=count,
-        size=sum(path.stat().st_size for path in [*pictures, *(masks or ())]),
-        read=read,
-        label=lambda i: i,
-        where=where,
-        own=own,
-        class_names=tuple(map(str, range(count))),
-        encoded=None if masks else lambda i: tf.io.read_file(tf.gather(path_of, i)),
-        labels=np.arange(count),
-        paths=(*pictures, *(masks or ())),
-        planes=0 if masks is None else 1,
-    )
-    return open_files(files, reading)
-
-
-def with_mask(image: tf.Tensor, path: tf.Tensor, size: tuple[int, int] | None) -> tf.Tensor:
-    """Appends the mask in a file as the last channel; both get the size, the mask by its nearest pixels."""
-    mask = tf.io.decode_png(tf.io.read_file(path), channels=1)
-    if size is not None:
-        image = resize(image, size)
-        mask = tf.image.resize(mask, size, method="nearest")
-    return tf.ensure_shape(tf.concat([image, mask], axis=-1), [None, None, None])
-
-
-def _check_there(name: str, pictures: Sequence[Path]) -> None:
     missing = [path for path in pictures if not path.is_file()]
     if missing:
         raise InputError(f"{name} names the picture {missing[0]}, which does not exist ({len(missing)} in total).")
     if not pictures:
         raise InputError(f"{name} names no pictures. Add at least one.")
+    check_encodable([*pictures, *masks])
+    count = len(pictures)
+    files = image_files(name, pictures, range(count), reading, own=own, class_names=tuple(map(str, range(count))))
+    if not masks:
+        return open_files(files, reading)
+    mask_of, size = on_cpu([str(path) for path in masks]), sum(path.stat().st_size for path in masks)
+
+    def read(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        image, mask = files.read(i)[0], tf.io.decode_png(tf.io.read_file(tf.gather(mask_of, i)), channels=1)
+        if reading.image_size is not None:  # the mask by its nearest pixels
+            image = resize(image, reading.image_size)
+            mask = tf.image.resize(mask, reading.image_size, method="nearest")
+        return tf.ensure_shape(tf.concat([image, mask], axis=-1), [None, None, None]), i
+
+    def where(i: tf.Tensor) -> tf.Tensor:
+        return tf.strings.join([files.where(i), " with its mask ", mask_of[i], ", which must have its size"])
+
+    facts = {"size": files.size + size, "read": read, "where": where, "paths": (*files.paths, *masks), "planes": 1}
+    return open_files(replace(files, **facts, encoded=None), reading)
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What one file of annotations says.
+
+    Attributes:
+        path: the file.
+        pictures: in the file's order.
+        sizes: (height, width) of each picture; None where the file does not say.
+        boxes: of each picture, (category id, left, top, right, bottom) of each object in pixels.
+        categories: names by id.
+    """
+
+    path: Path
+    pictures: tuple[Path, ...]
+    sizes: tuple[tuple[int, int] | None, ...]
+    boxes: tuple[tuple[tuple[int, float, float, float, float], ...], ...]
+    categories: dict[int, str]
+
+
+def read_coco(path: Path, folder: str | None) -> Annotated:
+    """Reads a file of annotations.
+
+    Args:
+        path: the JSON file.
+        folder: where the pictures are, relative to the file; None: beside it, or in `images/`.
+
+    Raises:
+        InputError: it is not of this format, or an annotation is not valid.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        images, annotations = content["images"], content.get("annotations", [])
+        categories = {int(each["id"]): str(each["name"]) for each in content["categories"]}
+        number_of = {each["id"]: at for at, each in enumerate(images)}
+        names = [str(each["file_name"]) for each in images]
+        sizes = [(int(each["height"]), int(each["width"])) if "height" in each else None for each in images]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, LookupError) else " ".join(str(error).split())[:200]
+        raise InputError(
+            f"Cannot read {path} as COCO annotations: {reason}. It needs images (id, file_name, height, width), "
+            "annotations (image_id, category_id, bbox) and categories (id, name)."
+        ) from error
+    boxes: list[list] = [[] for _ in images]
+    for at, each in enumerate(annotations):
+        if isinstance(each, dict) and each.get("iscrowd"):
+            continue
+        picture, box = _box(each, number_of, categories, f"{path}: annotation {at} (the first is 0)")
+        boxes[picture].append(box)
+    beside = [path.parent / folder] if folder is not None else [path.parent, path.parent / "images"]
+    root = next((root for root in beside if names and (root / names[0]).is_file()), beside[0])
+    return Annotated(path, tuple(root / name for name in names), tuple(sizes), tuple(map(tuple, boxes)), categories)
+
+
+def _box(each: Any, number_of: dict, categories: dict[int, str], where: str) -> tuple[int, tuple]:
+    try:
+        picture, category = number_of.get(each["image_id"]), each["category_id"]
+        left, top, width, height = (float(side) for side in each["bbox"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{where} needs image_id, category_id and bbox: [left, top, width, height].") from error
+    if picture is None or category not in categories:
+        what = f"image_id={each['image_id']}" if picture is None else f"category_id={category}"
+        raise InputError(f"{where} has {what}, which the file does not list. Add or correct it.")
+    if not np.isfinite([left, top, width, height]).all() or width <= 0 or height <= 0:
+        raise InputError(f"{where} must have a box wider and higher than 0. Received: bbox={each['bbox']}. Remove it.")
+    return picture, (category, left, top, left + width, top + height)
+
+
+def _coco_targets(
+    files: Sequence[Annotated], image_size: tuple[int, int] | None
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """The boxes of all pictures in the form of `tfgpu.data.augmentation.targets`, and the names of their classes.
+
+    Args:
+        files: what the files say; classes are numbered from 0 by their ids.
+        image_size: (height, width) that the pictures will have; None: as they are.
+
+    Raises:
+        InputError: files whose categories differ, or a picture without a size although pictures are resized.
+    """
+    categories: dict[int, str] = {}
+    for file in files:
+        for number, name in file.categories.items():
+            if categories.setdefault(number, name) != name:
+                raise InputError(f"{file.path}: category {number} is {name!r}, but {categories[number]!r} elsewhere.")
+    label_of = {number: at for at, number in enumerate(sorted(categories))}
+    rows = [(file, *each) for file in files for each in zip(file.pictures, file.sizes, file.boxes, strict=True)]
+    most = max([1, *(len(boxes) for *_, boxes in rows)])
+    edges = np.zeros((len(rows), most, 4), np.float32)
+    labels = np.full((len(rows), most), -1, np.int64)
+    for at, (file, picture, size, boxes) in enumerate(rows):
+        scale = np.ones(4)
+        if image_size is not None and boxes:
+            if size is None:
+                raise InputError(f"{file.path} does not say the height and width of {picture.name}. Add them.")
+            scale = np.tile([image_size[1] / size[1], image_size[0] / size[0]], 2)
+        for number, (category, *sides) in enumerate(boxes):
+            edges[at, number], labels[at, number] = np.asarray(sides) * scale, label_of[category]
+    names = tuple(categories[number] for number in sorted(categories))
+    return {BOXES: {"boxes": edges, "labels": labels}}, {BOXES: names}

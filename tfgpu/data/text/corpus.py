@@ -36,7 +36,14 @@ def open_corpus(pattern: str, reading: Reading) -> Examples:
         InputError: no such files, files without text, less than one sequence, or too much for the memory limit.
     """
     length, name = reading.length or LENGTH, Path(pattern).name
-    paths = _plain_files(pattern)
+    folder = Path(pattern)
+    if not folder.is_dir():
+        paths = find(pattern, end=".txt")
+    else:
+        below = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*.txt")) if path.is_file())
+        paths = [path for path, parts in below if not any(part.startswith(".") for part in parts)]
+    if not paths:
+        raise InputError(f"No .txt files in {pattern!r}. Use a file, a glob such as 'books/*.md', or another folder.")
     size = sum(path.stat().st_size for path in paths)
     if size * _TOKEN_BYTES > reading.memory_bytes:
         raise InputError(
@@ -65,15 +72,3 @@ def check_no_length(name: str, reading: Reading) -> None:
     """Raises `InputError` if a length was given for examples that are not text."""
     if reading.length is not None:
         raise InputError(f"`length` applies to corpus: only. Received: {reading.length} for {name}. Remove it.")
-
-
-def _plain_files(pattern: str) -> list[Path]:
-    folder = Path(pattern)
-    if not folder.is_dir():
-        found = find(pattern, end=".txt")
-    else:
-        below = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*.txt")) if path.is_file())
-        found = [path for path, parts in below if not any(part.startswith(".") for part in parts)]
-    if not found:
-        raise InputError(f"No .txt files in {pattern!r}. Use a file, a glob such as 'books/*.md', or another folder.")
-    return found

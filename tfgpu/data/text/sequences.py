@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data import position
-from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.feed import Feed, by_rows, rows_of
+from tfgpu.data.position import of_rows
 from tfgpu.errors import InputError, unknown, whole_number
 
 NEXT = "next"
@@ -85,16 +85,30 @@ def bucket(
     """
     tokens = _Tokens(sequences, targets)
     whole_number("global_batch", global_batch)
-    boundaries = _boundaries(boundaries, tokens)
+    if boundaries is None:
+        boundaries = doubling(int(tokens.lengths.max()))
+    else:
+        boundaries = increasing("boundaries", boundaries)
+        tokens.check_longest(int(boundaries[-1]), "boundaries")
     which = np.searchsorted(boundaries, tokens.lengths)
-    batches = _BucketedBatches(which, boundaries, global_batch)
-    with tf.device("CPU:0"):
-        bucket_of, firsts = tf.constant(which), tf.constant(batches.places)
-        counts, lengths = tf.constant(batches.counts), tf.constant(batches.lengths)
+    # The start of each batch among the sequences sorted by bucket; the same in all epochs.
+    sizes = np.bincount(which, minlength=len(boundaries))
+    batches = np.array(
+        [
+            (first + start, min(global_batch, size - start), length)
+            for first, size, length in zip(np.cumsum(sizes) - sizes, sizes, boundaries, strict=True)
+            for start in range(0, size, global_batch)
+        ],
+        np.int64,
+    )
+    steps, padded = len(batches), int((batches[:, 1] * batches[:, 2]).sum())
+    places = batches[:, :1] + np.arange(min(global_batch, len(which)))[None, :]
+    places = np.minimum(places, len(which) - 1)  # only the first `counts` of a row are used
+    bucket_of, firsts, counts, lengths = map(position.on_cpu, (which, places, batches[:, 1], batches[:, 2]))
 
     def rows(epoch):
         drawn = tf.range(len(which), dtype=tf.int64)
-        turns = tf.range(batches.steps, dtype=tf.int64)
+        turns = tf.range(steps, dtype=tf.int64)
         if shuffle:
             drawn = position.order(drawn, seed=seed, epoch=epoch)
             turns = position.order(turns, seed=seed, epoch=epoch, of="batches")
@@ -106,11 +120,8 @@ def bucket(
         x = {"token_ids": x, "padding_mask": mask}
         return (x, y) if weight is None else (x, y, weight)
 
-    def total(row, count, length):
-        return count
-
-    facts = {"examples": len(which), "rows": len(which), "filled": len(tokens.values) / batches.padded}
-    return made(rows, fetch, total, batches.steps, feed, **facts)
+    facts = {"examples": len(which), "rows": len(which), "filled": len(tokens.values) / padded}
+    return made(rows, fetch, lambda row, count, length: count, steps, feed, **facts)
 
 
 def pack(
@@ -171,9 +182,7 @@ def pack(
     packed["token_ids"][at], packed["positions"][at] = tokens.values, within
     packed["segment_ids"][at] = np.repeat(segment, tokens.lengths)
     packed["y"][at], weight[at] = tokens.targets, tokens.weights
-    with tf.device("CPU:0"):
-        arrays = {name: tf.constant(packed[name]) for name in (*names, "y")}
-        weights = tf.constant(weight)
+    arrays, weights = {name: position.on_cpu(packed[name]) for name in (*names, "y")}, position.on_cpu(weight)
 
     def fetch(epoch, start, row, own=None):
         row = of_rows(row[: count - start], own)
@@ -233,9 +242,8 @@ class _Tokens:
                     f"`targets` must have one entry per sequence. Received: {len(self.targets)} for "
                     f"{len(self.lengths)} sequences."
                 )
-        with tf.device("CPU:0"):
-            names = ("values", "lengths", "starts", "targets", "weights")
-            self._tensors = {name: tf.constant(getattr(self, name)) for name in names}
+        names = ("values", "lengths", "starts", "targets", "weights")
+        self._tensors = {name: position.on_cpu(getattr(self, name)) for name in names}
 
     def check_longest(self, length: int, name: str) -> None:
         longest = int(self.lengths.max())
@@ -290,32 +298,6 @@ def increasing(name: str, values: Sequence[int]) -> np.ndarray:
     return found
 
 
-def _boundaries(boundaries, tokens: _Tokens) -> np.ndarray:
-    if boundaries is None:
-        return doubling(int(tokens.lengths.max()))
-    found = increasing("boundaries", boundaries)
-    tokens.check_longest(int(found[-1]), "boundaries")
-    return found
-
-
-class _BucketedBatches:
-    """The start of each batch among the sequences sorted by bucket; the same in all epochs."""
-
-    def __init__(self, which: np.ndarray, boundaries: np.ndarray, global_batch: int):
-        sizes = np.bincount(which, minlength=len(boundaries))
-        firsts, counts, lengths = [], [], []
-        for first, size, length in zip(np.cumsum(sizes) - sizes, sizes, boundaries, strict=True):
-            for start in range(0, size, global_batch):
-                firsts.append(first + start)
-                counts.append(min(global_batch, size - start))
-                lengths.append(length)
-        self.steps, self.counts = len(firsts), np.array(counts, np.int64)
-        self.lengths = np.array(lengths, np.int64)
-        self.padded = int((self.counts * self.lengths).sum())
-        places = np.array(firsts)[:, None] + np.arange(min(global_batch, len(which)))[None, :]
-        self.places = np.minimum(places, len(which) - 1)  # only the first `counts` of a row are used
-
-
 def _best_fit(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Places each sequence, the longest first, in the row with the least room that suffices.
 
@@ -365,5 +347,5 @@ def made(
 ) -> Sequences:
     """Batches as `feed.by_rows` makes them, with a counter of their epochs."""
     counter = position.Counter()
-    train = by_rows(counter.positions(), describe, fetch, total, steps, feed or Feed(), next_epoch=lambda: counter.next)
+    train = by_rows(counter, describe, fetch, total, steps, feed or Feed())
     return Sequences(train, steps_per_epoch=steps, _counter=counter, **facts)

@@ -7,14 +7,13 @@ shapes small.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.columns import LABELS, has_columns
 from tfgpu.data.feed import Feed
+from tfgpu.data.position import of_rows, on_cpu
 from tfgpu.data.text.sequences import IGNORED, NEXT, Sequences, dealt, doubling, increasing, made
 from tfgpu.errors import InputError, unknown, whole_number
 
@@ -68,13 +67,11 @@ def tokenized(
     Source: https://huggingface.co/docs/transformers/main_classes/data_collator
     """
     whole_number("global_batch", global_batch)
-    table = _Table.of(_columns(dataset), labels, pad_id)
+    table = _Table(_columns(dataset), labels, pad_id)
     count = len(table.lengths)
     rising = _lengths(lengths, int(table.lengths.max()))
-    with tf.device("CPU:0"):
-        stops = tf.constant(rising, tf.int64)
-        tensors = {name: tf.constant(values) for name, values in (table.tokens | table.single).items()}
-        starts, sizes = tf.constant(table.starts), tf.constant(table.lengths)
+    stops, starts, sizes = on_cpu(rising, tf.int64), on_cpu(table.starts), on_cpu(table.lengths)
+    tensors = {name: on_cpu(values) for name, values in (table.tokens | table.single).items()}
 
     def fetch(epoch, start, row, own=None):
         row = row[: count - start]
@@ -96,18 +93,10 @@ def tokenized(
     return made(rows, fetch, total, steps, feed, examples=count, rows=count, filled=filled)
 
 
-@dataclass(frozen=True)
 class _Table:
-    """Concatenated columns: those with a number per token, and those with a number per sequence."""
+    """Concatenated columns: `tokens`, with a number per token, and `single`, with a number per sequence."""
 
-    tokens: dict[str, np.ndarray]
-    single: dict[str, np.ndarray]
-    lengths: np.ndarray
-    labels: str | None
-    padding: dict[str, int]
-
-    @classmethod
-    def of(cls, columns: Mapping[str, Sequence], labels: str | None, pad_id: int) -> "_Table":
+    def __init__(self, columns: Mapping[str, Sequence], labels: str | None, pad_id: int):
         if IDS not in columns:
             raise InputError(f"The data must have a column {IDS!r}. Received: {', '.join(columns) or 'none'}.")
         lengths = np.array([len(ids) for ids in columns[IDS]], np.int64)
@@ -131,11 +120,8 @@ class _Table:
             tokens[NEXT][np.cumsum(lengths) - 1] = IGNORED
         elif labels not in tokens and labels not in single:
             raise unknown("numeric column for `labels`", labels, [NEXT, *single, *tokens])
-        return cls(tokens, single, lengths, labels, {IDS: pad_id, labels: IGNORED})
-
-    @property
-    def starts(self) -> np.ndarray:
-        return np.cumsum(self.lengths) - self.lengths
+        self.tokens, self.single, self.lengths, self.labels = tokens, single, lengths, labels
+        self.starts, self.padding = np.cumsum(lengths) - lengths, {IDS: pad_id, labels: IGNORED}
 
     def split(self, batch: dict[str, tf.Tensor]):
         if self.labels is None:
