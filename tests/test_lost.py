@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfgpu.cluster import Cluster
 from tfgpu.core.workers.ledger import Ledger
-from tfgpu.rendezvous import lost
+from tfgpu.rendezvous.members import note_lost
 
 UNHEALTHY = (
     "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are unhealthy (stopped "
@@ -27,7 +27,7 @@ def cluster(index: int, chief: bool = False) -> Cluster:
 
 
 def notes(error: Exception, facts: Cluster) -> list[str]:
-    lost.note(error, facts)
+    note_lost(error, facts)
     return getattr(error, "__notes__", [])
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tfgpu import cli, quiet
 from tfgpu.errors import InputError
-from tfgpu.launch import interrupt
+from tfgpu.launch import ending
 from tfgpu.run import main, run
 
 TUTORIAL = """
@@ -282,7 +282,7 @@ def test_ctrl_c_that_python_drops_is_raised_again(here, capsys):
 
 IN_C = """
 import ctypes, os, signal, threading, time
-from tfgpu.launch import interrupt
+from tfgpu.launch import ending
 
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 library.pthread_mutex_lock(mutex)
@@ -294,7 +294,7 @@ def press():
 
 threading.Thread(target=press, daemon=True).start()
 try:
-    with interrupt.heeded(lambda: library.pthread_mutex_unlock(mutex)):
+    with ending.heeded(lambda: library.pthread_mutex_unlock(mutex)):
         library.pthread_mutex_lock(mutex)
         time.sleep(500)
 except KeyboardInterrupt:
@@ -335,7 +335,7 @@ def test_a_thread_that_writes_is_waited_for_until_a_later_ctrl_c(writing_s, gap_
 
 def test_two_signals_of_one_ctrl_c_interrupt_once():
     done = []
-    with contextlib.suppress(KeyboardInterrupt), interrupt.heeded(lambda: None):
+    with contextlib.suppress(KeyboardInterrupt), ending.heeded(lambda: None):
         try:
             signal.raise_signal(signal.SIGINT)
         finally:

@@ -14,8 +14,8 @@ from pathlib import Path
 from tfgpu import quiet, rendezvous
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, no_script
-from tfgpu.launch import ending, heartbeat, interrupt
-from tfgpu.rendezvous import lost
+from tfgpu.launch import ending, heartbeat
+from tfgpu.rendezvous.members import note_lost
 
 OPTION = "--startup-timeout"
 _INTERRUPTED = 130
@@ -59,10 +59,10 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        with interrupt.heeded(_end_collectives):
+        with ending.heeded(_end_collectives):
             runpy.run_path(str(path), run_name="__main__")
     except Exception as error:
-        lost.note(error, cluster)
+        note_lost(error, cluster)
         from tfgpu.core.workers import watch
 
         watch.note_error(error)

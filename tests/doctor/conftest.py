@@ -173,6 +173,6 @@ def told(nvml, clean, tmp_path):
 
     def ask(**fault):
         environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(nvml), **fault))
-        return asking.ask("tfgpu.doctor.facts.gpus", ["driver"], environ=environ, seconds=60, root=str(tmp_path))
+        return asking.ask("tfgpu.doctor.facts.machine", ["driver"], environ=environ, seconds=60, root=str(tmp_path))
 
     return ask

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tfgpu.doctor.check import script
 from tfgpu.doctor.facts import asking, machine
-from tfgpu.doctor.script import script
 
 MODULE = "tfgpu.doctor.facts.machine"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tfgpu.doctor import Check
-from tfgpu.doctor.checks import visible_gpus
+from tfgpu.doctor.checks.gpus import visible_gpus
 
 H100 = {"name": "NVIDIA H100", "uuid": "GPU-aaaa-1"}
 T4 = {"name": "NVIDIA T4", "uuid": "GPU-bbbb-2"}

@@ -20,11 +20,11 @@ TIMES = 200
 # The launcher, in a process of its own. It would wait up to 30 s before each restart.
 DRIVER = """
 import functools, json, pathlib, sys
-from tfgpu.launch import attempts, local
+from tfgpu.launch import local
 from tfgpu.launch.job import Job
 from tfgpu.launch.restarts import Restarts
 
-attempts.Restarts = functools.partial(Restarts, first_wait_s=0.01, longest_wait_s=0.01)
+local.Restarts = functools.partial(Restarts, first_wait_s=0.01, longest_wait_s=0.01)
 job, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 job["logs"] = pathlib.Path(job["logs"])
 sys.exit(local.launch(Job(**job), **options))

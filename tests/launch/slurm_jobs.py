@@ -11,7 +11,7 @@ import pytest
 
 from tfgpu.launch.job import Job
 from tfgpu.launch.slurm import submission
-from tfgpu.launch.slurm.allocation import Allocation
+from tfgpu.launch.slurm.submission import Allocation
 
 SET_UP = Path(__file__).with_name("slurm_cluster.sh")
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,7 @@ from tfgpu.launch import Job
 from tfgpu.launch.child import REPORT, RESULT, STDERR
 from tfgpu.launch.functions import pickled
 from tfgpu.launch.functions.group import run_until_done, work_of
-from tfgpu.launch.functions.links import EngineLink
-from tfgpu.launch.functions.relay import Work
+from tfgpu.launch.functions.relay import EngineLink, Work
 
 SETTINGS = {
     "workers": 2,

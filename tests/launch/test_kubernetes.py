@@ -12,9 +12,8 @@ import yaml
 
 from tfgpu.errors import InputError
 from tfgpu.launch.job import Job
-from tfgpu.launch.kubernetes import KINDS, Kubernetes, manifests, render
-from tfgpu.launch.kubernetes.pods import HEARTBEAT, PROBE
-from tfgpu.launch.kubernetes.text import documents
+from tfgpu.launch.kubernetes import KINDS, Kubernetes, documents, manifests, render
+from tfgpu.launch.kubernetes.jobs import HEARTBEAT, PROBE
 
 OLDEST, NEWEST = "1.31", "1.37"
 SOURCE = "import sys\n\nprint('hello', sys.argv[1:])\n"

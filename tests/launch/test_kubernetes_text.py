@@ -5,8 +5,8 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tfgpu.launch.kubernetes.pods import literal
-from tfgpu.launch.kubernetes.text import documents
+from tfgpu.launch.kubernetes import documents
+from tfgpu.launch.kubernetes.jobs import literal
 
 # What YAML 1.1, YAML 1.2 or Go's parser between them take for a number, a truth value, nothing or a date.
 MISREAD = ["1e3", "0o17", "017", "0x1F", "1_000", "12:30:45", "yes", "NO", "on", "y", "N", "~", "null", "Null", "true"]

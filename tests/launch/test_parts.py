@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfgpu.launch import frames, machine, processes
-from tfgpu.launch.ports import Ports
+from tfgpu.launch import link, machine, processes
+from tfgpu.launch.machine import Ports
 from tfgpu.launch.screen import Screen, default_folder
 
 # Messages
@@ -26,8 +26,8 @@ from tfgpu.launch.screen import Screen, default_folder
     st.lists(st.integers(1, 60), min_size=1, max_size=5),
 )
 def test_messages_arrive_whole_however_they_are_cut(messages, sizes):
-    stream = b"Welcome to host1\n" + frames.MARK + b"\n" + b"".join(frames.encode(*each) for each in messages)
-    reader, found = frames.Reader(marked=True), []
+    stream = b"Welcome to host1\n" + link.MARK + b"\n" + b"".join(link.encode(*each) for each in messages)
+    reader, found = link.Reader(marked=True), []
     for size in itertools.cycle(sizes):
         found += reader.feed(stream[:size])
         stream = stream[size:]
@@ -60,7 +60,7 @@ def test_a_port_in_use_is_not_given(monkeypatch):
         server.bind(("127.0.0.1", ports.numbers[0]))
         server.listen()
         ports.close()
-        monkeypatch.setattr("tfgpu.launch.ports._candidates", lambda: [ports.numbers[0]])
+        monkeypatch.setattr("tfgpu.launch.machine._candidates", lambda: [ports.numbers[0]])
         with pytest.raises(RuntimeError, match="not have 1 free TCP ports"):
             Ports(1)
 
@@ -225,7 +225,7 @@ def test_a_supervisor_without_messages_ends_its_processes(tmp_path):
     command = [sys.executable, "-m", "tfgpu.launch.remote", "--grace-period=0", tmp_path / "given"]
     node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     task = {"id": 0, "command": ["sleep", "300"], "environment": {}}
-    node.stdin.write(frames.encode({"do": "start", "tasks": [task], "lost_s": 1.0}))
+    node.stdin.write(link.encode({"do": "start", "tasks": [task], "lost_s": 1.0}))
     node.stdin.flush()
     try:
         assert node.wait(500) == 0  # Its standard input is open all the time.

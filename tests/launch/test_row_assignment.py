@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tfgpu.core import batch_sharding
-from tfgpu.launch.spark.row_assignment import RowAssignment
+from tfgpu.launch.spark.frame import RowAssignment
 
 
 def test_by_hand():

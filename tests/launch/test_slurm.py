@@ -12,7 +12,7 @@ import pytest
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch.job import Job
 from tfgpu.launch.slurm import submission
-from tfgpu.launch.slurm.allocation import Allocation
+from tfgpu.launch.slurm.submission import Allocation
 
 ODD = ("--epochs", "3", "a b", "it's", '"q"', "$HOME `id`", "a\\b", "x\ny", "*", "", "-n", "#no", "ü")
 

@@ -236,7 +236,7 @@ def test_a_controller_that_is_away_is_named(cluster, tmp_path, monkeypatch):
 
 def test_a_task_of_an_srun_submits_nothing(cluster, tmp_path):
     program = (
-        "import sys; from pathlib import Path; from tfgpu.launch.slurm.allocation import Allocation; "
+        "import sys; from pathlib import Path; from tfgpu.launch.slurm.submission import Allocation; "
         "from tfgpu.launch.slurm.submission import launch; "
         "from tfgpu.launch.job import Job; "
         "sys.exit(launch(Job('who.py', workers=2, logs=Path('logs')), Allocation(nodes=2)))"

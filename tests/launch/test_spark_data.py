@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfgpu.errors import InputError
 from tfgpu.launch.spark.data import SparkData, arrays_of, planned, spool, to_array
-from tfgpu.launch.spark.row_assignment import RowAssignment
+from tfgpu.launch.spark.frame import RowAssignment
 
 arrow = pytest.importorskip("pyarrow")
 
@@ -113,7 +113,7 @@ import json, os, sys
 import numpy as np
 import keras, tensorflow as tf, tfgpu
 from tfgpu.cluster import Cluster
-from tfgpu.launch.spark.row_assignment import RowAssignment
+from tfgpu.launch.spark.frame import RowAssignment
 from tfgpu.launch.spark.data import SparkData
 
 keras.config.set_floatx("float64")  # In float32, Adam makes 6e-5 of the last bits of gradients near 0.

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tfgpu.launch import supervisor
-from tfgpu.launch.restarts import Restarts
-from tfgpu.launch.supervisor import Ending, supervise
+from tfgpu.launch import restarts
+from tfgpu.launch.restarts import Ending, Restarts, supervise
 
 
 class Engine:
@@ -13,7 +12,7 @@ class Engine:
     def __init__(self, monkeypatch, *endings, refuses=()):
         self.endings, self.refuses = list(endings), refuses
         self.attempts, self.waits, self._now = [], [], 0.0
-        monkeypatch.setattr(supervisor.time, "monotonic", lambda: self._now)
+        monkeypatch.setattr(restarts.time, "monotonic", lambda: self._now)
 
     def run(self, attempt):
         self.attempts.append(attempt)

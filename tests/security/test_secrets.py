@@ -12,7 +12,7 @@ import yaml
 from tfgpu.launch.job import Job
 from tfgpu.launch.kubernetes import KINDS, Kubernetes, render
 from tfgpu.launch.slurm import submission
-from tfgpu.launch.slurm.allocation import Allocation
+from tfgpu.launch.slurm.submission import Allocation
 from tfgpu.recipes import report
 from tfgpu.rendezvous import facts
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from tfgpu.launch.functions.reports import report
+from tfgpu.launch.functions.pickled import report
 
 
 class Report(keras.callbacks.Callback):

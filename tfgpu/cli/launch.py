@@ -14,8 +14,8 @@ import typer
 from tfgpu.cli import screen
 from tfgpu.cli.flags import argument, chosen, option, with_options
 from tfgpu.errors import InputError
-from tfgpu.launch.attempts import GRACE_S
 from tfgpu.launch.job import Job
+from tfgpu.launch.local import GRACE_S
 from tfgpu.launch.screen import default_folder
 from tfgpu.redact import Cleaner, is_secret
 
@@ -182,8 +182,7 @@ def _job(options: Options) -> Job:
 def _launch(job: Job, options: Options) -> int:
     grace_period_s = GRACE_S if options.grace_period_s is None else options.grace_period_s
     if options.slurm:
-        from tfgpu.launch.slurm.allocation import Allocation
-        from tfgpu.launch.slurm.submission import launch
+        from tfgpu.launch.slurm.submission import Allocation, launch
 
         limits = options.time, options.partition, options.account, _batch_grace_s(options)
         allocation = Allocation(_machines(options), *limits, tuple(options.sbatch or ()))

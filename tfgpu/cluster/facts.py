@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfgpu.cluster import sources, tf_config
-from tfgpu.cluster.tasks import JOBS, rank_of
-from tfgpu.cluster.values import quoted
+from tfgpu.cluster import kubernetes, slurm, tf_config, values
+from tfgpu.cluster.values import JOBS, quoted, rank_of
 from tfgpu.errors import InputError, unknown
 
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+"""The variables in which Open MPI, MVAPICH, and MPICH with its relatives tell the number of processes."""
 # A name or IPv4 address without a scheme, or an IPv6 address in brackets; then the port.
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]@]+):([0-9]{1,5})")
 
@@ -55,10 +56,8 @@ class Cluster:
             raise unknown("task type", self.task_type, JOBS)
         expected = rank_of(self.task_type, self.task_index, self.has_chief)
         if self.rank != expected:
-            raise InputError(
-                f"`rank` must be the task's position in `workers`. Received: rank={self.rank}; "
-                f"expected {expected} for {self.task_type} {self.task_index}."
-            )
+            why = "`rank` must be the task's position in `workers`. Received:"
+            raise InputError(f"{why} rank={self.rank}; expected {expected} for {self.task_type} {self.task_index}.")
         _check_task(self)
 
     @classmethod
@@ -89,7 +88,7 @@ class Cluster:
         environ = os.environ if environ is None else environ
         text = environ.get("TF_CONFIG", "")
         try:
-            return cls(**sources.read(environ))
+            return cls(**_read(environ))
         except InputError as error:
             if not text.strip():
                 raise
@@ -116,12 +115,8 @@ class Cluster:
     def jobs(self) -> dict[str, list[str]]:
         """Returns the addresses by kind of task, as TF_CONFIG and `tf.train.ClusterSpec` want them."""
         first = int(self.has_chief)
-        jobs = {
-            "chief": self.workers[:first],
-            "worker": self.workers[first:],
-            "ps": self.parameter_servers,
-            "evaluator": self.evaluators,
-        }
+        training = {"chief": self.workers[:first], "worker": self.workers[first:]}
+        jobs = {**training, "ps": self.parameter_servers, "evaluator": self.evaluators}
         return {name: list(addresses) for name, addresses in jobs.items() if addresses}
 
     def tf_config(self) -> str:
@@ -161,7 +156,31 @@ def _check_task(cluster: Cluster) -> None:
     if not addresses:
         raise InputError(f"the task is a {cluster.task_type}, but `cluster` has none.")
     if cluster.task_index >= len(addresses):
+        task = f"{cluster.task_type} {cluster.task_index}"
+        raise InputError(f"the task is {task} (counted from 0), but `cluster` has only {len(addresses)}.")
+
+
+def _read(environ: Mapping[str, str]) -> dict:
+    """Tries TF_CONFIG, Slurm and Kubernetes in this order; the first that describes a cluster is used.
+
+    A TF_CONFIG without a cluster means one process.
+
+    Returns:
+        Keyword arguments of `Cluster`; empty for one process.
+
+    Raises:
+        InputError: a variable is malformed, or `mpirun` started the processes.
+    """
+    if environ.get("TF_CONFIG", "").strip():
+        return tf_config.read(environ["TF_CONFIG"])
+    found = slurm.read(environ) or kubernetes.read(environ) or {}
+    count = len(found["workers"]) + len(found["parameter_servers"]) if found else 1
+    size = next((text for name in _MPI_SIZES if (text := values.text(environ, name))), "1")
+    # Inside a Slurm job, `mpirun` starts helpers by `srun`, whose step is not the training's.
+    if size not in ("1", str(count)):
         raise InputError(
-            f"the task is {cluster.task_type} {cluster.task_index} (counted from 0), "
-            f"but `cluster` has only {len(addresses)}."
+            f"`mpirun` started this process as one of {size}, and does not tell the addresses of the others. Start "
+            f"them with `srun` or `tfgpu launch -n {size}` (--hosts for several machines). To train one model in each "
+            "process, set TF_CONFIG='{}'."
         )
+    return found

@@ -9,7 +9,7 @@ https://www.kubeflow.org/docs/components/trainer/
 import re
 from collections.abc import Mapping
 
-from tfgpu.cluster import hostlist, tasks, values
+from tfgpu.cluster import hostlist, values
 from tfgpu.errors import InputError
 
 PORT = 2222
@@ -41,7 +41,7 @@ def read(environ: Mapping[str, str]) -> dict | None:
         return None
     if len(addresses) == 1:
         return None
-    return tasks.numbered(addresses, place, source="Kubernetes", parameter_servers=tasks.parameter_servers(environ))
+    return values.numbered(addresses, place, source="Kubernetes", parameter_servers=values.parameter_servers(environ))
 
 
 def _indexed_job(environ: Mapping[str, str]) -> tuple[list[str], int]:
@@ -62,28 +62,18 @@ def _indexed_job(environ: Mapping[str, str]) -> tuple[list[str], int]:
 def _train_job(environ: Mapping[str, str]) -> tuple[list[str], int]:
     nodes = values.text(environ, "PET_NNODES")
     if re.fullmatch(r"[0-9]+:[0-9]+", nodes):
-        problem = "a variable number of nodes is not supported."
-        raise values.malformed("PET_NNODES", nodes, problem, "PET_NNODES=2")
+        raise values.malformed("PET_NNODES", nodes, "a variable number of nodes is not supported.", "PET_NNODES=2")
     count = values.whole(environ, "PET_NNODES", least=1, most=hostlist.MOST)
     place = values.whole(environ, "PET_NODE_RANK", most=count - 1)
     if count == 1:
         return ["localhost:1"], 0
-    port = values.whole(
-        environ,
-        values.PORT,
-        default=values.whole(environ, "PET_MASTER_PORT", default=TRAIN_JOB_PORT, least=1, most=65535),
-        least=1,
-        most=65535,
-    )
+    port = values.whole(environ, "PET_MASTER_PORT", default=TRAIN_JOB_PORT, least=1, most=65535)
+    port = values.whole(environ, values.PORT, default=port, least=1, most=65535)
     master = values.text(environ, "PET_MASTER_ADDR")
     match = _FIRST_POD.fullmatch(master)
     if not match:
-        raise values.malformed(
-            "PET_MASTER_ADDR",
-            master,
-            "the other pods' names cannot be derived from it. Set TF_CONFIG, or use the value that a TrainJob sets.",
-            "PET_MASTER_ADDR=myjob-node-0-0.myjob",
-        )
+        why = "the other pods' names cannot be derived from it. Set TF_CONFIG, or use the value that a TrainJob sets."
+        raise values.malformed("PET_MASTER_ADDR", master, why, "PET_MASTER_ADDR=myjob-node-0-0.myjob")
     return [f"{match['pod']}{index}{match['service']}:{port}" for index in range(count)], place
 
 

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from tfgpu.cluster import hostlist, tasks, values
+from tfgpu.cluster import hostlist, values
 from tfgpu.errors import InputError
 
 HOSTS = "TFGPU_HOSTS"
@@ -34,7 +34,8 @@ def read(environ: Mapping[str, str]) -> dict | None:
     """
     if not _in_step(environ):
         return None
-    size = values.whole(environ, _size_name(environ), least=1)
+    name = "SLURM_STEP_NUM_TASKS" if values.text(environ, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size = values.whole(environ, name, least=1)
     if size == 1:
         return None
     place = values.whole(environ, "SLURM_PROCID", most=size - 1)
@@ -47,7 +48,7 @@ def read(environ: Mapping[str, str]) -> dict | None:
     ports = values.ports(values.first_port(environ, ["slurm", *job]), counts)
     names = _hosts(environ, nodes)
     addresses = [f"{names[node]}:{ports[node][task]}" for node, task in where]
-    fields = tasks.numbered(addresses, place, source="Slurm", parameter_servers=tasks.parameter_servers(environ))
+    fields = values.numbered(addresses, place, source="Slurm", parameter_servers=values.parameter_servers(environ))
     return {**fields, "local_rank": local, "local_size": counts[node], "gpus": _gpus(environ, local, counts[node])}
 
 
@@ -79,10 +80,6 @@ def _in_step(environ: Mapping[str, str]) -> bool:
     return set(hosts_of(environ, "SLURM_STEP_NODELIST")) <= set(hosts_of(environ, "SLURM_JOB_NODELIST"))
 
 
-def _size_name(environ: Mapping[str, str]) -> str:
-    return "SLURM_STEP_NUM_TASKS" if values.text(environ, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-
-
 def _counts(environ: Mapping[str, str], nodes: int, size: int) -> list[int]:
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if values.text(environ, name):
@@ -91,12 +88,9 @@ def _counts(environ: Mapping[str, str], nodes: int, size: int) -> list[int]:
     else:
         name, counts = "SLURM_STEP_TASKS_PER_NODE", [size // nodes] * nodes
     if len(counts) != nodes or sum(counts) != size:
-        raise values.malformed(
-            name,
-            environ.get(name, ""),
-            f"it must give the number of tasks on each of {nodes} nodes, {size} in total.",
-            f"{name}='{size // nodes}(x{nodes})'" if size % nodes == 0 else f"{name}='2(x3),1'",
-        )
+        problem = f"it must give the number of tasks on each of {nodes} nodes, {size} in total."
+        example = f"{size // nodes}(x{nodes})" if size % nodes == 0 else "2(x3),1"
+        raise values.malformed(name, environ.get(name, ""), problem, f"{name}='{example}'")
     return counts
 
 
@@ -110,12 +104,9 @@ def _placed(environ: Mapping[str, str], counts: Sequence[int]) -> list[tuple[int
     elif kind == "plane":
         run = values.whole(environ, "SLURM_DIST_PLANESIZE", least=1)
     else:
-        raise values.malformed(
-            "SLURM_DISTRIBUTION",
-            environ["SLURM_DISTRIBUTION"],
-            "it does not determine the node of each task. Start with `srun --distribution=block`.",
-            "SLURM_DISTRIBUTION=block",
-        )
+        name, problem = "SLURM_DISTRIBUTION", "it does not determine the node of each task."
+        fix = "Start with `srun --distribution=block`."
+        raise values.malformed(name, environ[name], f"{problem} {fix}", f"{name}=block")
     where: list[tuple[int, int]] = []
     for start in itertools.count(0, run):
         if len(where) == sum(counts):
@@ -148,7 +139,9 @@ def _gpus(environ: Mapping[str, str], local: int, tasks_here: int) -> tuple[str,
     """This task's share of the node's GPUs; None if Slurm has already bound them, or there are too few."""
     if tasks_here == 1:
         return None
-    on_node = _on_node(environ)
+    # The step's GPUs on this node, numbered from 0 as CUDA does.
+    names = [each for each in values.text(environ, "SLURM_STEP_GPUS").split(",") if each]
+    on_node = [str(index) for index in range(values.whole(environ, "SLURM_GPUS_ON_NODE", default=len(names)))]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     shown = on_node if visible is None else [each.strip() for each in visible.split(",") if each.strip()]
     each = len(shown) // tasks_here
@@ -161,10 +154,3 @@ def _gpus(environ: Mapping[str, str], local: int, tasks_here: int) -> tuple[str,
     if not each or len(shown) < max(len(on_node), each * tasks_here):
         return None
     return tuple(shown[local * each : (local + 1) * each])
-
-
-def _on_node(environ: Mapping[str, str]) -> list[str]:
-    """The step's GPUs on this node, numbered from 0 as CUDA does."""
-    names = [each for each in values.text(environ, "SLURM_STEP_GPUS").split(",") if each]
-    count = values.whole(environ, "SLURM_GPUS_ON_NODE", default=len(names))
-    return [str(index) for index in range(count)]

@@ -6,7 +6,7 @@ Source: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_
 import json
 import re
 
-from tfgpu.cluster.tasks import JOBS, rank_of
+from tfgpu.cluster.values import JOBS, rank_of
 from tfgpu.errors import InputError, unknown, whole_number
 
 EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
@@ -31,9 +31,8 @@ def read(text: str) -> dict:
     if not isinstance(config, dict):
         raise InputError("it must be a JSON object with the keys `cluster` and `task`.")
     if "sparseCluster" in config:
-        raise InputError(
-            "`sparseCluster` does not list the other workers; set the TFJob's `enableDynamicWorker` to false."
-        )
+        why = "`sparseCluster` does not list the other workers;"
+        raise InputError(f"{why} set the TFJob's `enableDynamicWorker` to false.")
     jobs = _jobs({} if config.get("cluster") is None else config["cluster"])
     if not jobs:
         # Some platforms set TF_CONFIG without a cluster on a single machine.
@@ -42,16 +41,10 @@ def read(text: str) -> dict:
         raise InputError(f"`rpc_layer` must be 'grpc', got {config['rpc_layer']!r}.")
     task_type, task_index = _task(config.get("task"))
     chief = jobs.get("chief", ())
-    return {
-        "workers": chief + jobs.get("worker", ()),
-        "rank": rank_of(task_type, task_index, bool(chief)),
-        "task_type": task_type,
-        "task_index": task_index,
-        "parameter_servers": jobs.get("ps", ()),
-        "evaluators": jobs.get("evaluator", ()),
-        "source": "TF_CONFIG",
-        "has_chief": bool(chief),
-    }
+    place = {"task_type": task_type, "task_index": task_index, "rank": rank_of(task_type, task_index, bool(chief))}
+    others = {"parameter_servers": jobs.get("ps", ()), "evaluators": jobs.get("evaluator", ())}
+    workers = chief + jobs.get("worker", ())
+    return {**place, **others, "workers": workers, "has_chief": bool(chief), "source": "TF_CONFIG"}
 
 
 def _jobs(section: object) -> dict[str, tuple[str, ...]]:

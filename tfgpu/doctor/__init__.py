@@ -1,6 +1,6 @@
 """Finds what stops or slows training on this machine, and the commands that fix it.
 
-`facts/` collects facts about the machine, `checks/` judges them, `script.py` writes the fixes as a script. `selftest/`
+`facts/` collects facts about the machine, `checks/` judges them, `check.py` writes the fixes as a script. `selftest/`
 measures and trains; `bundle.py` writes a file for a bug report, cleaned by `tfgpu/redact/`.
 
 Example:
@@ -16,27 +16,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tfgpu.doctor.check import Check
+from tfgpu.doctor.check import Check, script
 from tfgpu.doctor.checks import judge
 from tfgpu.doctor.facts import gather
-from tfgpu.doctor.script import script
 from tfgpu.errors import InputError
 
 if TYPE_CHECKING:
     import keras
 
-__all__ = [
-    "Check",
-    "advise",
-    "batch_norm",
-    "examine",
-    "gather",
-    "judge",
-    "script",
-    "stops_training",
-    "tensor_cores",
-    "to_json",
-]
+__all__ = ["Check", "advise", "batch_norm", "examine", "gather", "judge", "script"]
+__all__ += ["stops_training", "tensor_cores", "to_json"]
 
 
 def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | str | None" = None) -> list[Check]:

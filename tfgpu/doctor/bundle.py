@@ -9,7 +9,6 @@ import platform
 import shutil
 import time
 import zipfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -68,21 +67,15 @@ class _Archive:
         self.texts: dict[str, str] = {}
         self.left_out: list[str] = []
 
-    def add(self, name: str, text: str) -> None:
-        """Adds a text, such as a log."""
+    def add(self, name: str, content: object) -> None:
+        """Adds a text, such as a log, or facts as JSON or YAML, depending on the file's name."""
         before = self._cleaner.removed.copy()
-        self.texts[name] = self._cleaner.clean(text)
-        self._count(name, before)
-
-    def add_facts(self, name: str, facts: object) -> None:
-        """Adds facts as JSON or YAML, depending on the file's name."""
-        before = self._cleaner.removed.copy()
-        found = self._cleaner.facts(facts)
-        is_json = name.endswith(".json")
-        self.texts[name] = json.dumps(found, indent=2) if is_json else yaml.safe_dump(found, sort_keys=False)
-        self._count(name, before)
-
-    def _count(self, name: str, before: Counter[str]) -> None:
+        if isinstance(content, str):
+            self.texts[name] = self._cleaner.clean(content)
+        elif name.endswith(".json"):
+            self.texts[name] = json.dumps(self._cleaner.facts(content), indent=2)
+        else:
+            self.texts[name] = yaml.safe_dump(self._cleaner.facts(content), sort_keys=False)
         for kind, count in sorted((self._cleaner.removed - before).items()):
             self.left_out.append(f"{name}: {kind}, {count} time(s)")
 
@@ -117,8 +110,8 @@ def write(
     """
     checked(path, run)
     archive = _Archive(cleaner or Cleaner(environ))
-    archive.add_facts("doctor.json", [asdict(check) for check in checks])
-    archive.add_facts("facts.json", named(facts))
+    archive.add("doctor.json", [asdict(check) for check in checks])
+    archive.add("facts.json", named(facts))
     archive.add("versions.txt", "\n".join(f"{name}=={version}" for name, version in sorted(installed().items())))
     archive.add("system.txt", _system())
     archive.add("environment.txt", _environment(environ, archive))
@@ -198,9 +191,8 @@ def _add_xids(archive: _Archive, found: Mapping) -> None:
     if found.get("unread") or found.get("error"):
         archive.omit("xid.txt", f"the kernel's log cannot be read: {found.get('unread') or found['error']}")
     elif found["lines"]:
-        archive.add(
-            "xid.txt", "\n".join(f"Xid {each['number']} ({each['gpu']}): {each['text']}" for each in found["lines"])
-        )
+        lines = [f"Xid {each['number']} ({each['gpu']}): {each['text']}" for each in found["lines"]]
+        archive.add("xid.txt", "\n".join(lines))
     else:
         archive.omit("xid.txt", "no Xid error in the kernel's log")
 
@@ -231,7 +223,7 @@ def _add_settings(archive: _Archive, path: Path) -> None:
         archive.omit("run/config.yaml", "no such file")
         return
     try:
-        archive.add_facts("run/config.yaml", {**reading.read(path), reading.FACTS: reading.read_facts(path)})
+        archive.add("run/config.yaml", {**reading.read(path), reading.FACTS: reading.read_facts(path)})
     except InputError:
         archive.omit("run/config.yaml", "it is not a recipe")
 

@@ -10,7 +10,7 @@ Example:
 """
 
 # Imported here, not on first use: modules have the functions' names, and the last import wins.
-from tfgpu.launch.functions.reports import report
+from tfgpu.launch.functions.pickled import report
 from tfgpu.launch.job import Job
 from tfgpu.launch.ray_job import ray_job
 from tfgpu.launch.restarts import Restarts

@@ -4,10 +4,11 @@ import contextlib
 import os
 import signal
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu.launch import heartbeat, processes
-from tfgpu.launch.functions.reports import REPORTS
+from tfgpu.launch.functions.pickled import REPORTS
 
 STDOUT, STDERR, REPORT, RESULT = 1, 2, 3, 4
 """The streams of a process: its output, its reports, and its function's result."""
@@ -15,6 +16,7 @@ _RUNNERS = {"tfgpu.run", "tfgpu.launch.ending"}
 """Modules that start with Ctrl-C blocked, and unblock it when they can report it: Python's start prints a traceback."""
 
 
+@dataclass(eq=False)
 class Child:
     """A process with a heartbeat file, and with pipes for what it prints.
 
@@ -35,23 +37,19 @@ class Child:
         watch: its heartbeat.
     """
 
-    def __init__(
-        self,
-        id: int,
-        command: list[str],
-        environment: dict[str, str],
-        heart: Path,
-        directory: str | None = None,
-        heartbeat_timeout_s: float = 0.0,
-        reports: bool = False,
-        is_captured: bool = True,
-    ):
-        self.id, self.code = id, None
+    id: int
+    command: list[str]
+    environment: dict[str, str]
+    heart: Path
+    directory: str | None = None
+    heartbeat_timeout_s: float = 0.0
+    reports: bool = False
+    is_captured: bool = True
+
+    def __post_init__(self) -> None:
+        self.code: int | None = None
         self.streams: dict[int, int] = {}
-        self.watch = heartbeat.Watch(heart, heartbeat_timeout_s)
-        self._command, self._directory = command, directory
-        self._environment = {**environment, heartbeat.HEARTBEAT: str(heart)}
-        self._reports, self._is_captured = reports, is_captured
+        self.watch = heartbeat.Watch(self.heart, self.heartbeat_timeout_s)
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -61,29 +59,23 @@ class Child:
             OSError: there is no such program or directory.
         """
         self.watch.path.unlink(missing_ok=True)  # Left by an earlier process.
-        supervisor, pipe = os.getpid(), subprocess.PIPE if self._is_captured else None
-        reports, reporting = os.pipe() if self._reports else (-1, -1)
+        supervisor, pipe = os.getpid(), subprocess.PIPE
+        streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe} if self.is_captured else {}
+        reports, reporting = os.pipe() if self.reports else (-1, -1)
+        environment = {**os.environ, **self.environment, heartbeat.HEARTBEAT: str(self.heart)}
+        environment |= {REPORTS: str(reporting)} if self.reports else {}
+        options = {"env": environment, "cwd": self.directory, "bufsize": 0, **streams}
+        options |= {"start_new_session": self.is_captured, "pass_fds": [reporting] if self.reports else []}
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                env={**os.environ, **self._environment, **({REPORTS: str(reporting)} if self._reports else {})},
-                cwd=self._directory,
-                stdin=subprocess.DEVNULL if self._is_captured else None,
-                stdout=pipe,
-                stderr=pipe,
-                bufsize=0,
-                start_new_session=self._is_captured,
-                pass_fds=(reporting,) if self._reports else (),
-                # Safe, since the supervisor has one thread.
-                preexec_fn=lambda: self._prepare(supervisor),
-            )
-            if self._is_captured:
+            # A `preexec_fn` is safe, since the supervisor has one thread.
+            self._process = subprocess.Popen(self.command, preexec_fn=lambda: self._prepare(supervisor), **options)
+            if self.is_captured:
                 self.streams = {self._process.stdout.fileno(): STDOUT, self._process.stderr.fileno(): STDERR}
         except BaseException:
-            for end in (reports, reporting) if self._reports else ():
+            for end in (reports, reporting) if self.reports else ():
                 os.close(end)
             raise
-        if self._reports:
+        if self.reports:
             os.close(reporting)
             self.streams[reports] = REPORT
         for pipe in self.streams:
@@ -92,7 +84,7 @@ class Child:
     def _prepare(self, supervisor: int) -> None:
         """Runs in the new process, before the program."""
         processes.die_with_parent(signal.SIGKILL, supervisor)
-        if _RUNNERS.intersection(self._command):
+        if _RUNNERS.intersection(self.command):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     @property

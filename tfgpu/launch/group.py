@@ -15,10 +15,9 @@ from typing import Any
 
 from tfgpu.launch import processes
 from tfgpu.launch.link import Link
-from tfgpu.launch.restarts import HEARTBEAT_TIMEOUT, PREEMPTED, WRONG_INPUT, Restarts
+from tfgpu.launch.processes import Signals
+from tfgpu.launch.restarts import HEARTBEAT_TIMEOUT, PREEMPTED, WRONG_INPUT, Ending, Restarts
 from tfgpu.launch.screen import Screen
-from tfgpu.launch.signals import Signals
-from tfgpu.launch.supervisor import Ending
 
 FAILURE_GRACE_S = 0.5
 """Seconds between SIGTERM and SIGKILL after a failure: the others are blocked in a collective and cannot save."""
@@ -53,6 +52,7 @@ ProcessSpecs = Callable[[Sequence[dict[str, Any]], Sequence[Sequence[int]]], Seq
 """Maps the facts and ports of the nodes to each member's `command`, `environment`, `directory` and `reports`."""
 
 
+@dataclass(eq=False)
 class Group:
     """Runs one attempt.
 
@@ -68,22 +68,17 @@ class Group:
         answer_s: seconds for the nodes to answer.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        links: Sequence[Link],
-        process_specs: ProcessSpecs,
-        screen: Screen,
-        signals: Signals,
-        restarts: Restarts,
-        *,
-        grace_period_s: float,
-        heartbeat_timeout_s: float,
-        answer_s: float = math.inf,
-    ):
-        self._members, self._links, self._process_specs = members, links, process_specs
-        self._screen, self._signals, self._restarts = screen, signals, restarts
-        self._grace_s, self._silence_s, self._answer_s = grace_period_s, heartbeat_timeout_s, answer_s
+    members: Sequence[Member]
+    links: Sequence[Link]
+    process_specs: ProcessSpecs
+    screen: Screen
+    signals: Signals
+    restarts: Restarts
+    grace_period_s: float
+    heartbeat_timeout_s: float
+    answer_s: float = math.inf
+
+    def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._codes: dict[int, int] = {}
         self._specs: Sequence[dict[str, Any]] = ()
@@ -99,8 +94,8 @@ class Group:
 
     def run(self) -> Ending:
         """Starts the processes, and returns when all have ended."""
-        self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signals.empty)
-        for link in self._links:
+        self._selector.register(self.signals.woken, selectors.EVENT_READ, self.signals.empty)
+        for link in self.links:
             self._selector.register(link.messages, selectors.EVENT_READ, functools.partial(self._receive, link))
             if link.complaints is not None:
                 self._selector.register(link.complaints, selectors.EVENT_READ, functools.partial(self._complain, link))
@@ -111,12 +106,12 @@ class Group:
     def stop(self) -> None:
         """Ends the processes after an error in the launcher itself."""
         self._code = 1 if self._code is None else self._code
-        self._end(self._grace_s)
+        self._end(self.grace_period_s)
         self._serve()
         self._selector.close()
 
     def _serve(self) -> None:
-        while not all(link.ended for link in self._links):
+        while not all(link.ended for link in self.links):
             for key, _ in self._selector.select(0.5):
                 key.data()
             self._judge()
@@ -141,23 +136,23 @@ class Group:
             return
         if link.begun:
             for line in lines:
-                self._screen.say(f"{_where(link)}: {line}")
+                self.screen.say(f"{_where(link)}: {line}")
 
     def _on_hello(self, link: Link, _: bytes, **facts: Any) -> None:
         link.facts = {"name": link.node, **facts}
-        node = self._links.index(link)
-        link.send("reserve", count=sum(member.node == node for member in self._members))
+        node = self.links.index(link)
+        link.send("reserve", count=sum(member.node == node for member in self.members))
 
     def _on_ports(self, link: Link, _: bytes, ports: list[int]) -> None:
         link.ports = ports
-        if self._code is None and all(each.ports is not None for each in self._links):
+        if self._code is None and all(each.ports is not None for each in self.links):
             self._start()
 
     def _on_output(self, _: Link, data: bytes, id: int, stream: int, bytes: int) -> None:
-        self._screen.output(id, stream, data)
+        self.screen.output(id, stream, data)
 
     def _on_exit(self, _: Link, data: bytes, id: int, code: int) -> None:
-        self._screen.finish(id)
+        self.screen.finish(id)
         self._codes[id] = code
         self._quiet.pop(id, None)
         if code != 0 and self._code is None:
@@ -167,11 +162,11 @@ class Group:
         if self._code is None:
             self._code, self._may_save = 1, True
             name = signal.Signals(number).name
-            self._screen.say(f"The supervisor on {_where(link)} received {name}; all are stopped.", error=True)
-            self._end(self._grace_s)
+            self.screen.say(f"The supervisor on {_where(link)} received {name}; all are stopped.", error=True)
+            self._end(self.grace_period_s)
 
     def _on_late(self, _: Link, data: bytes, id: int) -> None:
-        self._news.append((id, HEARTBEAT_TIMEOUT, f"no heartbeat for {self._silence_s:g} s"))
+        self._news.append((id, HEARTBEAT_TIMEOUT, f"no heartbeat for {self.heartbeat_timeout_s:g} s"))
 
     def _on_quiet(self, _: Link, data: bytes, id: int, seconds: float) -> None:
         self._quiet.pop(id, None)
@@ -184,57 +179,57 @@ class Group:
     def _on_ended(self, link: Link, _: bytes, left: int) -> None:
         link.ended = True
         if left and self._code == 0:
-            self._screen.say(f"Killed {left} process(es) that the script had left running on {_where(link)}.")
+            self.screen.say(f"Killed {left} process(es) that the script had left running on {_where(link)}.")
 
     # Decisions
 
     def _start(self) -> None:
-        self._specs = self._process_specs([link.facts for link in self._links], [link.ports for link in self._links])
-        for number, link in enumerate(self._links):
-            tasks = [self._task(id) for id, member in enumerate(self._members) if member.node == number]
+        self._specs = self.process_specs([link.facts for link in self.links], [link.ports for link in self.links])
+        for number, link in enumerate(self.links):
+            tasks = [self._task(id) for id, member in enumerate(self.members) if member.node == number]
             link.send("start", tasks=tasks, lost_s=LOST_S if link.pings else None)
 
     def _task(self, id: int) -> dict[str, Any]:
         self._started_at[id] = time.monotonic()
-        return {"id": id, "heartbeat_timeout_s": self._silence_s, **self._specs[id]}
+        return {"id": id, "heartbeat_timeout_s": self.heartbeat_timeout_s, **self._specs[id]}
 
     def _judge(self) -> None:
         """Decides whether to stop the group."""
-        if self._signals.insists and not self._killed:
+        if self.signals.insists and not self._killed:
             self._killed = True
             self._end(0.0)
         if self._code is not None:
             return
-        if self._signals.first is not None:
-            self._handle_signal(self._signals.first)
+        if self.signals.first is not None:
+            self._handle_signal(self.signals.first)
         elif self._news and not self._replace():
             # Of simultaneous failures, a kill is the cause and a peer's error its consequence.
             self._blame(*min(self._news, key=lambda news: news[1] > 0))
-        elif all(self._codes.get(id) == 0 for id, member in enumerate(self._members) if member.counted):
+        elif all(self._codes.get(id) == 0 for id, member in enumerate(self.members) if member.counted):
             self._complete()
 
     def _complete(self) -> None:
         """Handles the end of the counted members: lets those finish that may, and ends the servers."""
         self._done_at = self._done_at or time.monotonic()
-        open_ids = [id for id in range(len(self._members)) if id not in self._codes]
-        late = time.monotonic() - self._done_at > self._grace_s
-        if not late and any(self._members[id].may_finish for id in open_ids):
+        open_ids = [id for id in range(len(self.members)) if id not in self._codes]
+        late = time.monotonic() - self._done_at > self.grace_period_s
+        if not late and any(self.members[id].may_finish for id in open_ids):
             return
         self._code = 0
-        self._end(self._grace_s if open_ids else 0.0)
+        self._end(self.grace_period_s if open_ids else 0.0)
 
     def _replace(self) -> bool:
         """Schedules the restart of members that may restart alone; returns whether nothing else had happened."""
         left = []
         for id, code, words in self._news:
-            member, wait = self._members[id], None
+            member, wait = self.members[id], None
             if member.may_return and id in self._codes:
-                wait = self._restarts.after(code, time.monotonic() - self._started_at[id])
+                wait = self.restarts.after(code, time.monotonic() - self._started_at[id])
             if wait is None:
                 left.append((id, code, words))
                 continue
             self._returns[id] = time.monotonic() + wait
-            self._screen.say(f"{member.name}: {words}. It alone is restarted; {self._restarts}.")
+            self.screen.say(f"{member.name}: {words}. It alone is restarted; {self.restarts}.")
         self._news = left
         return not left
 
@@ -244,7 +239,7 @@ class Group:
             del self._returns[id], self._codes[id]
             task = self._task(id)
             task["environment"] = {**task["environment"], "TFGPU_REJOIN": "1"}
-            self._links[self._members[id].node].send("start", tasks=[task])
+            self.links[self.members[id].node].send("start", tasks=[task])
 
     def _handle_signal(self, number: int) -> None:
         self._code, self._may_save = 128 + number, number != signal.SIGINT
@@ -252,45 +247,45 @@ class Group:
             words = "Interrupted: the processes have been asked to stop. Press Ctrl-C again to kill them."
         else:
             name = signal.Signals(number).name
-            words = f"{name}: the processes have been asked to stop, and have {self._grace_s:g} s to save."
-        self._screen.say(words)
-        self._end(self._grace_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            words = f"{name}: the processes have been asked to stop, and have {self.grace_period_s:g} s to save."
+        self.screen.say(words)
+        self._end(self.grace_period_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _blame(self, id: int, code: int, words: str) -> None:
         self._code, self._guilty = processes.as_exit_code(code), id
-        name, path = self._members[id].name, self._screen.path(id)
-        link = self._links[self._members[id].node]
+        name, path = self.members[id].name, self.screen.path(id)
+        link = self.links[self.members[id].node]
         where = f" on {link.node}" if link.node else ""
         if code == PREEMPTED:
-            self._screen.say(f"{name}{where} was preempted and has saved (exit code {PREEMPTED}); the rest stop.")
-            self._end(self._grace_s)
+            self.screen.say(f"{name}{where} was preempted and has saved (exit code {PREEMPTED}); the rest stop.")
+            self._end(self.grace_period_s)
             return
-        self._screen.say(f"{name}{where}: {words}, after {time.monotonic() - self._begun_at:.1f} s.", error=True)
-        before = [self._members[other].name for other, its in self._codes.items() if its == 0]
+        self.screen.say(f"{name}{where}: {words}, after {time.monotonic() - self._begun_at:.1f} s.", error=True)
+        before = [self.members[other].name for other, its in self._codes.items() if its == 0]
         if before:
-            self._screen.say(f"Before that, {', '.join(before)} had ended with exit code 0.", error=True)
+            self.screen.say(f"Before that, {', '.join(before)} had ended with exit code 0.", error=True)
         for other, since in self._quiet.items():
             if other != id:
                 words = f"had sent no heartbeat for {time.monotonic() - since:.0f} s"
-                self._screen.say(f"Before that, {self._members[other].name} {words}.", error=True)
-        lines = self._screen.last(id)
+                self.screen.say(f"Before that, {self.members[other].name} {words}.", error=True)
+        lines = self.screen.last(id)
         if lines:
-            self._screen.say(f"Its last lines{f' ({path} has all)' if path else ''}:", error=True)
-            self._screen.say("\n".join(f"  {line}" for line in lines), error=True)
+            self.screen.say(f"Its last lines{f' ({path} has all)' if path else ''}:", error=True)
+            self.screen.say("\n".join(f"  {line}" for line in lines), error=True)
         self._end(FAILURE_GRACE_S)
 
     def _lose(self, link: Link) -> None:
         link.ended = True
-        self._screen.say(_loss(link), error=True)
+        self.screen.say(_loss(link), error=True)
         if self._code is None:
             self._code = link.loss_code
-            node = self._links.index(link)
-            self._guilty = next((id for id, member in enumerate(self._members) if member.node == node), None)
-            self._end(self._grace_s if self._code == PREEMPTED else FAILURE_GRACE_S)
+            node = self.links.index(link)
+            self._guilty = next((id for id, member in enumerate(self.members) if member.node == node), None)
+            self._end(self.grace_period_s if self._code == PREEMPTED else FAILURE_GRACE_S)
 
     def _end(self, grace_period_s: float, number: int = signal.SIGTERM) -> None:
         self._give_up_at = time.monotonic() + grace_period_s + UNKILLABLE_S
-        for link in self._links:
+        for link in self.links:
             link.send("end", grace_period_s=grace_period_s, number=number)
 
     def _check_timeouts(self) -> None:
@@ -299,24 +294,24 @@ class Group:
             self._return()
         if now - self._pinged_at > PING_S:
             self._pinged_at = now
-            for link in self._links:
+            for link in self.links:
                 if link.pings:
                     link.send("ping")
-        late = [link for link in self._links if link.facts is None and not link.ended]
-        if late and self._code is None and now - self._begun_at > self._answer_s:
+        late = [link for link in self.links if link.facts is None and not link.ended]
+        if late and self._code is None and now - self._begun_at > self.answer_s:
             self._code = 1
-            self._screen.say(f"{_where(late[0])} did not answer within {self._answer_s:g} s.", error=True)
+            self.screen.say(f"{_where(late[0])} did not answer within {self.answer_s:g} s.", error=True)
             self._end(0.0)
         if self._code is not None and now > self._give_up_at:
-            for link in self._links:
+            for link in self.links:
                 if not link.ended:
                     link.ended = True
-                    self._screen.say(f"{_where(link)} has not ended its processes; giving up on it.", error=True)
+                    self.screen.say(f"{_where(link)} has not ended its processes; giving up on it.", error=True)
 
     def _ending(self) -> Ending:
-        asked = self._signals.first is not None
+        asked = self.signals.first is not None
         if self._may_save:
-            counted = [self._codes.get(id) for id, member in enumerate(self._members) if member.counted]
+            counted = [self._codes.get(id) for id, member in enumerate(self.members) if member.counted]
             if all(code in (0, PREEMPTED) for code in counted):
                 return Ending(max(counted), asked=asked)
         return Ending(self._code, self._guilty, asked)

@@ -49,7 +49,6 @@ class Job:
         if self.gpus_per_worker is not None:
             whole_number("gpus_per_worker", self.gpus_per_worker, minimum=0)
         positive("startup_timeout_s", self.startup_timeout_s)
-        if not is_number(self.heartbeat_timeout_s) or not self.heartbeat_timeout_s >= 0:
-            raise InputError(
-                f"`heartbeat_timeout_s` must be 0 (never) or more. Received: {self.heartbeat_timeout_s!r}."
-            )
+        silence_s = self.heartbeat_timeout_s
+        if not is_number(silence_s) or not silence_s >= 0:
+            raise InputError(f"`heartbeat_timeout_s` must be 0 (never) or more. Received: {silence_s!r}.")

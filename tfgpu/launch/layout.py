@@ -1,10 +1,12 @@
-"""The tasks of a job on its nodes, each with its TF_CONFIG and its share of CPUs and GPUs."""
+"""The tasks of a job on its nodes: their commands, TF_CONFIG, and shares of CPUs and GPUs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tfgpu.errors import InputError
+from tfgpu.launch.group import ProcessSpecs
 from tfgpu.launch.job import Job
 
 
@@ -62,10 +64,8 @@ def tasks(job: Job, nodes: int = 1) -> list[Task]:
         who, given = "a worker", f"-n {job.workers}"
         if job.parameter_servers:
             who, given = "a worker or a parameter server", f"{given}, --ps {job.parameter_servers}"
-        raise InputError(
-            f"Every node needs {who}. Received: {given} and {nodes} nodes. "
-            f"Use -n {nodes - job.parameter_servers} or more."
-        )
+        least = nodes - job.parameter_servers
+        raise InputError(f"Every node needs {who}. Received: {given} and {nodes} nodes. Use -n {least} or more.")
     with_workers = min(nodes, job.workers)
     found = [Task("chief", 0, 0)] if job.parameter_servers else []
     found += [Task("worker", index, index * with_workers // job.workers) for index in range(job.workers)]
@@ -97,10 +97,15 @@ def environments(
     for number, place in enumerate(places):
         here = [task for task in tasks if task.node == number]
         graphics = _gpu_shares(job, [task for task in here if task.kind == "worker"], place)
-        shares = _threads(len(here), place.cpus)
-        threads = {name: share for name, share in shares.items() if name not in environ}
+        share = max(1, place.cpus // max(1, len(here)))
+        # An operation that waits for peers occupies a thread of the second pool, which needs at least two.
+        threads = {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": str(max(2, share))}
+        # A single process uses all CPUs without being told.
+        threads = {name: value for name, value in threads.items() if len(here) > 1 and name not in environ}
+        # Only workers get GPUs: a chief that dispatches steps, a parameter server and an evaluator need none.
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if place.gpus else {}
         for task in here:
-            found[task] = threads | graphics.get(task, _no_gpu(place)) | job.environment
+            found[task] = threads | graphics.get(task, no_gpu) | job.environment
             if len(tasks) > 1 or is_engine:
                 place_in_it = {"cluster": addresses, "task": {"type": task.kind, "index": task.index}}
                 found[task]["TF_CONFIG"] = json.dumps(place_in_it)
@@ -118,42 +123,70 @@ def _addresses(tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Ta
     return found
 
 
-def _threads(processes: int, cpus: int) -> dict[str, str]:
-    """A process's share of the CPUs; a single process uses all of them without being told."""
-    if processes == 1:
-        return {}
-    share = max(1, cpus // processes)
-    # An operation that waits for peers occupies a thread of the second pool, which needs at least two.
-    return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": str(max(2, share))}
-
-
 def _gpu_shares(job: Job, workers: Sequence[Task], place: Place) -> dict[Task, dict[str, str]]:
-    size = job.gpus_per_worker
+    size, where = job.gpus_per_worker, place.name or "This machine"
     if not workers or (size is None and not place.gpus):
         return {}
     if size is None:
         size = len(place.gpus) // len(workers)
         if not size:
             raise InputError(
-                f"{_where(place)} has {len(place.gpus)} GPU(s) for {len(workers)} workers. Start at most that many "
+                f"{where} has {len(place.gpus)} GPU(s) for {len(workers)} workers. Start at most that many "
                 f"there (-n {len(place.gpus)} on one machine), or use --gpus-per-worker 0 to train on the CPU."
             )
     if size * len(workers) > len(place.gpus):
         raise InputError(
-            f"{_where(place)} has {len(place.gpus)} GPU(s); {len(workers)} workers with --gpus-per-worker {size} need "
+            f"{where} has {len(place.gpus)} GPU(s); {len(workers)} workers with --gpus-per-worker {size} need "
             f"{size * len(workers)}. Start fewer workers, give each fewer GPUs, or train on the CPU with "
             "--gpus-per-worker 0."
         )
-    return {
-        task: {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[at * size : (at + 1) * size])}
-        for at, task in enumerate(workers)
-    }
+    shares = [",".join(place.gpus[at * size : (at + 1) * size]) for at in range(len(workers))]
+    return {task: {"CUDA_VISIBLE_DEVICES": share} for task, share in zip(workers, shares, strict=True)}
 
 
-def _no_gpu(place: Place) -> dict[str, str]:
-    """Only workers get GPUs: a chief that dispatches steps, a parameter server and an evaluator need none."""
-    return {"CUDA_VISIBLE_DEVICES": ""} if place.gpus else {}
+def specs_for(
+    job: Job,
+    tasks: Sequence[Task],
+    attempt: int,
+    command: Callable[[dict[str, Any]], Sequence[str]],
+    *,
+    environ: Mapping[str, str],
+    directory: str | None = None,
+    is_engine: bool = False,
+) -> ProcessSpecs:
+    """Makes the function that decides what to start, once the nodes have sent their facts.
+
+    Args:
+        job: what to run.
+        tasks: the processes.
+        attempt: the number of this attempt, from 1.
+        command: returns the command of a process from its node's facts.
+        environ: the user's own environment variables.
+        directory: where the processes run; None: where the node's supervisor runs.
+        is_engine: whether an engine starts the processes: its variables may describe another cluster, and its
+            processes send reports.
+    """
+    common = {"PYTHONUNBUFFERED": "1", "TFGPU_ATTEMPT": str(attempt)}
+    common["TFGPU_STARTUP_TIMEOUT"] = f"{job.startup_timeout_s:g}"
+
+    def specs(facts: Sequence[dict[str, Any]], ports: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        places = [Place(each["name"], each["address"], each["cpus"], tuple(each["gpus"])) for each in facts]
+        _check_addresses(places)
+        left = [iter(each) for each in ports]
+        own = {task: next(left[task.node]) for task in tasks}
+        found = environments(job, tasks, places, own, environ, is_engine=is_engine)
+        same = {"directory": directory, "reports": is_engine}
+        return [
+            {**same, "command": list(command(facts[task.node])), "environment": {**common, **found[task]}}
+            for task in tasks
+        ]
+
+    return specs
 
 
-def _where(place: Place) -> str:
-    return place.name or "This machine"
+def _check_addresses(places: Sequence[Place]) -> None:
+    local = [place for place in places if place.address == "::1" or place.address.startswith("127.")]
+    if local and len(local) < len(places):
+        others = next(place.name for place in places if place not in local)
+        why = f"{local[0].name} is reached at {local[0].address}, where {others} cannot reach it."
+        raise InputError(f"{why} Use a name for it that the other nodes can resolve, not localhost.")

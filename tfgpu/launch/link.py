@@ -1,15 +1,74 @@
-"""The launcher's end of the connection to the supervisor of a node."""
+"""The launcher's end of the connection to the supervisor of a node, and the messages between them.
+
+A message is one line of JSON, optionally followed by raw bytes.
+"""
 
 import contextlib
+import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfgpu.launch import frames
-
+MARK = b"tfgpu-node 1"
+"""The supervisor's first line. A login shell may write other lines before it."""
 _CHUNK = 2**16
 _KEPT_LINES = 20
+
+
+def encode(message: dict[str, Any], data: bytes = b"") -> bytes:
+    """Encodes a message, followed by `data`."""
+    if data:
+        message = {**message, "bytes": len(data)}
+    return json.dumps(message).encode() + b"\n" + data
+
+
+class Reader:
+    """Reassembles messages from the pieces that arrive.
+
+    Args:
+        marked: whether the messages begin after the line `MARK`.
+
+    Example:
+        >>> reader = Reader(marked=False)
+        >>> list(reader.feed(encode({"a": 1}, b"xyz")[:-1])), list(reader.feed(b"z"))
+        ([], [({'a': 1, 'bytes': 3}, b'xyz')])
+    """
+
+    def __init__(self, *, marked: bool):
+        self.before: list[str] = []
+        self.begun = not marked
+        self._buffer = bytearray()
+        self._header: dict[str, Any] | None = None
+
+    def feed(self, piece: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Takes a piece, and yields the messages that it completes."""
+        self._buffer += piece
+        while True:
+            if self._header is None:
+                line = self._line()
+                if line is None:
+                    return
+                if not self.begun:
+                    self.begun = line == MARK
+                    self.before += [] if self.begun else [line.decode(errors="replace")]
+                    continue
+                self._header = json.loads(line)
+            size = self._header.get("bytes", 0)
+            if len(self._buffer) < size:
+                return
+            data = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            message, self._header = self._header, None
+            yield message, data
+
+    def _line(self) -> bytes | None:
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
 
 
 class Link:
@@ -37,21 +96,15 @@ class Link:
         self.facts: dict[str, Any] | None = None
         self.ports: list[int] | None = None
         self.words: list[str] = []
-        self._reader = frames.Reader(marked=True)
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the launcher only, which tells the others.
-        )
+        self._reader = Reader(marked=True)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        # In a session of its own: Ctrl-C is for the launcher only, which tells the others.
+        self._process = subprocess.Popen(command, env=environment, bufsize=0, start_new_session=True, **pipes)
         self.messages, self.complaints = self._process.stdout.fileno(), self._process.stderr.fileno()
 
     def send(self, do: str, **facts: Any) -> None:
         with contextlib.suppress(OSError):  # The end of its messages reveals a lost supervisor.
-            self._process.stdin.write(frames.encode({"do": do, **facts}))
+            self._process.stdin.write(encode({"do": do, **facts}))
 
     def receive(self) -> list[tuple[dict[str, Any], bytes]] | None:
         """Reads the messages that have arrived; None: the connection has ended."""

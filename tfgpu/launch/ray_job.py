@@ -12,8 +12,7 @@ from typing import Any
 
 from tfgpu.errors import MachineError, positive, required, unknown
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
-from tfgpu.launch.functions.links import EngineLink
-from tfgpu.launch.functions.relay import Message, Relay, Work
+from tfgpu.launch.functions.relay import EngineLink, Message, Relay, Work
 from tfgpu.launch.restarts import PREEMPTED
 
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -77,18 +76,10 @@ def ray_job(
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
     positive("cpus_per_worker", cpus_per_worker)
-    work = work_of(
-        train,
-        arguments,
-        workers=workers,
-        gpus_per_worker=gpus_per_worker,
-        max_restarts=max_restarts,
-        startup_timeout_s=startup_timeout_s,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        grace_period_s=grace_period_s,
-        logs=logs,
-        environment=environment,
-    )
+    settings = {"max_restarts": max_restarts, "logs": logs, "environment": environment}
+    settings |= {"startup_timeout_s": startup_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
+    settings |= {"workers": workers, "gpus_per_worker": gpus_per_worker}
+    work = work_of(train, arguments, grace_period_s=grace_period_s, **settings)
     with _joined(ray):
         gpus = work.job.gpus_per_worker
         if gpus is None:

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfgpu.launch import frames, machine, processes
+from tfgpu.launch import link, machine, processes
 from tfgpu.launch.child import Child
 from tfgpu.launch.heartbeat import LOOK_S
-from tfgpu.launch.ports import Ports
-from tfgpu.launch.signals import Signals
+from tfgpu.launch.machine import Ports
+from tfgpu.launch.processes import Signals
 
 LOST_GRACE_S = 5.0
 """Seconds that processes get to save and exit when the launcher is gone."""
@@ -53,8 +53,8 @@ class Node:
         self._grace_s = grace_period_s
         self._children: dict[int, Child] = {}
         self._late: set[int] = set()  # Processes whose heartbeat timeout has been reported.
-        self._reader = frames.Reader(marked=False)
-        self._pending = bytearray(frames.MARK + b"\n")
+        self._reader = link.Reader(marked=False)
+        self._pending = bytearray(link.MARK + b"\n")
         self._selector = selectors.DefaultSelector()
         self._ports: Ports | None = None
         self._kill_at: float | None = None  # Set once the processes have been told to stop.
@@ -72,7 +72,8 @@ class Node:
             self._selector.register(self._incoming, selectors.EVENT_READ, self._receive)
             self._say("hello", **_facts())
             while self._kill_at is None or any(child.runs for child in self._children.values()):
-                for key, _ in self._selector.select(self._patience()):
+                left_s = LOOK_S if self._kill_at is None else self._kill_at - time.monotonic()
+                for key, _ in self._selector.select(min(LOOK_S, max(0.01, left_s))):
                     key.data()
                 if signals.first is not None and not self._leaves:
                     self._leaves = True
@@ -81,9 +82,6 @@ class Node:
                 self._collect()
                 self._look()
             self._finish()
-
-    def _patience(self) -> float:
-        return LOOK_S if self._kill_at is None else min(LOOK_S, max(0.01, self._kill_at - time.monotonic()))
 
     # The launcher
 
@@ -108,7 +106,7 @@ class Node:
 
     def _say(self, event: str, data: bytes = b"", **facts: Any) -> None:
         if self._connected:
-            self._pending += frames.encode({"event": event, **facts}, data)
+            self._pending += link.encode({"event": event, **facts}, data)
             self._send()
 
     def _send(self) -> None:
@@ -250,11 +248,8 @@ class Node:
 def _facts() -> dict[str, Any]:
     # Under ssh: the address at which this node was reached, where its peers reach it too.
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    return {
-        "address": connection[2] if len(connection) == 4 else "127.0.0.1",
-        "cpus": machine.cpus(),
-        "gpus": machine.gpus(os.environ),
-    }
+    address = connection[2] if len(connection) == 4 else "127.0.0.1"
+    return {"address": address, "cpus": machine.cpus(), "gpus": machine.gpus(os.environ)}
 
 
 def _guard(supervisor: int, folders: Sequence[str]) -> int:

@@ -44,9 +44,7 @@ def colored(stream: int, environ: Mapping[str, str]) -> bool:
 
     Source: https://no-color.org, https://force-color.org
     """
-    if environ.get("NO_COLOR"):
-        return False
-    return bool(environ.get("FORCE_COLOR")) or os.isatty(stream)
+    return not environ.get("NO_COLOR") and (bool(environ.get("FORCE_COLOR")) or os.isatty(stream))
 
 
 class Screen:
@@ -172,10 +170,8 @@ def _open_files(names: Sequence[str], folder: Path | None) -> dict[int, BinaryIO
         folder.mkdir(parents=True, exist_ok=True)
         return {id: open(folder / _file_name(name), "ab", buffering=0) for id, name in enumerate(names)}
     except OSError as error:
-        raise InputError(
-            f"The log files cannot be written to {str(folder)!r}: {error.strerror}. "
-            "Give another folder with --logs DIR, or use --no-logs."
-        ) from None
+        why = f"The log files cannot be written to {str(folder)!r}: {error.strerror}."
+        raise InputError(f"{why} Give another folder with --logs DIR, or use --no-logs.") from None
 
 
 def _file_name(name: str) -> str:

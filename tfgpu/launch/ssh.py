@@ -12,18 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfgpu.errors import InputError
-from tfgpu.launch import attempts, local
+from tfgpu.launch import local
 from tfgpu.launch.job import Job
 from tfgpu.launch.link import Link
 
-OPTIONS = (
-    "-T",
-    *("-o", "BatchMode=yes"),
-    *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5"),
-    *("-o", "ServerAliveCountMax=3"),
-    *("-o", "ControlMaster=no"),
-)
+OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
+OPTIONS += ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """No prompts, since nobody may be there to answer; a lost network is noticed within 15 s."""
 CARRIED = re.compile(
     r"(TF|TFGPU|KERAS|XLA|NCCL|CUDA|OMP|MKL|HF|TFDS|WANDB|MLFLOW|AWS|GOOGLE)_\w+|PYTHON\w+|(LD_LIBRARY|)PATH"
@@ -38,7 +32,7 @@ def launch(
     python: str | None = None,
     directory: str | None = None,
     ssh: str = "ssh",
-    grace_period_s: float = attempts.GRACE_S,
+    grace_period_s: float = local.GRACE_S,
     runner: Sequence[str] = ("-m", "tfgpu.run"),
 ) -> int:
     """Runs a job's processes on several machines until all have ended.
@@ -67,15 +61,12 @@ def launch(
     own = ("CUDA_VISIBLE_DEVICES", *local.OURS)
     carried = {name: value for name, value in os.environ.items() if CARRIED.fullmatch(name) and name not in own}
     job = dataclasses.replace(job, environment={**carried, **job.environment})
-    return attempts.run(
-        job,
-        lambda: [Link(node, command(ssh, node, python, directory, os.environ), pings=True) for node in nodes],
-        nodes,
-        runner=[python, *runner],
-        grace_period_s=grace_period_s,
-        environ=carried,
-        directory=directory,
-    )
+    options = {"grace_period_s": grace_period_s, "environ": carried, "directory": directory}
+
+    def connect() -> list[Link]:
+        return [Link(node, command(ssh, node, python, directory, os.environ), pings=True) for node in nodes]
+
+    return local.run(job, connect, nodes, runner=[python, *runner], **options)
 
 
 def checked(nodes: Sequence[str]) -> list[str]:

@@ -38,14 +38,10 @@ def is_coordinated(strategy) -> bool:
 
 
 def train_by_coordinator() -> None:
-    """Makes `RemoteSteps` the train and test functions of models under parameter servers."""
-    _keep_data_on_coordinator()
-    _run_steps_on_workers()
-    _explain_lost_servers()
+    """Makes `RemoteSteps` the train and test functions of models under parameter servers.
 
-
-def _keep_data_on_coordinator() -> None:
-    """The coordinator reads the data, unless the workers do (`worker_data.py`)."""
+    The coordinator reads the data, unless the workers do (`worker_data.py`).
+    """
 
     @wrap("TFEpochIterator.__init__")
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
@@ -57,13 +53,10 @@ def _keep_data_on_coordinator() -> None:
         data = worker_data.of(given["x"], workers_of(distribute_strategy))
         if data is not None:
             if given.get("class_weight"):
-                raise InputError(
-                    "`class_weight` cannot be applied to data that workers read. Let the dataset yield sample weights."
-                )
+                why = "`class_weight` cannot be applied to data that workers read."
+                raise InputError(f"{why} Let the dataset yield sample weights.")
             training.set_dataset(self, data)
 
-
-def _run_steps_on_workers() -> None:
     @wrap("TensorFlowTrainer.make_function")
     def make_function(stock, self, step_function):
         if not is_coordinated(training.strategy_of(self)):
@@ -85,6 +78,7 @@ def _run_steps_on_workers() -> None:
         return stock(self, logs)
 
     extensions.compilations.register(_around_compile, order=-1)
+    _explain_lost_servers()
 
 
 @contextlib.contextmanager
@@ -160,14 +154,11 @@ def _refuse(model, jit_compile) -> None:
     if model.run_eagerly:
         raise InputError("`run_eagerly=True`: with parameter servers, workers run compiled steps only. Remove it.")
     if jit_compile is True:
-        raise InputError(
-            "`jit_compile=True`: XLA cannot reach variables on a parameter server. Remove it, or use `multi_worker`."
-        )
+        why = "`jit_compile=True`: XLA cannot reach variables on a parameter server."
+        raise InputError(f"{why} Remove it, or use `multi_worker`.")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise InputError(
-            "Asynchronous workers cannot share a dynamic loss scale (`mixed_float16`). Use the policy "
-            "'mixed_bfloat16', or `loss_scale_factor` of the optimizer."
-        )
+        problem = "Asynchronous workers cannot share a dynamic loss scale (`mixed_float16`)."
+        raise InputError(f"{problem} Use the policy 'mixed_bfloat16', or `loss_scale_factor` of the optimizer.")
     for name in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
         if getattr(inner, name, None):
             raise InputError(

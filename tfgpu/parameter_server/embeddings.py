@@ -103,16 +103,14 @@ def _split(layer, count: int) -> sharded_variable.ShardedVariable:
     with tf.init_scope():
         drawn = np.asarray(layer.embeddings_initializer((rows, width), dtype=layer.variable_dtype))
     ends = [rows * (at + 1) // count for at in range(count)]
-    shards = []
+    shards, options = [], {"regularizer": layer.embeddings_regularizer, "trainable": True}
     for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        shard = layer.add_weight(
-            shape=(end - begin, width),
-            initializer=lambda shape, dtype, part=drawn[begin:end]: tf.convert_to_tensor(part, dtype),
-            name=f"embeddings_{at}",
-            regularizer=layer.embeddings_regularizer,
-            trainable=True,
-        )
-        shards.append(shard)
+
+        def initial(shape, dtype, part=drawn[begin:end]):
+            return tf.convert_to_tensor(part, dtype)
+
+        shape, name = (end - begin, width), f"embeddings_{at}"
+        shards.append(layer.add_weight(shape=shape, initializer=initial, name=name, **options))
     return shard_patches.mark_shards(shards, sharded_variable.AxisSharding(0), f"{layer.path}/embeddings")
 
 

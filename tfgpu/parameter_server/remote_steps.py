@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -11,8 +12,6 @@ from tfgpu.compat import distribute, slots
 from tfgpu.compat.tensorflow import is_op_determinism_enabled
 from tfgpu.core import step_blocks, step_loop
 from tfgpu.errors import InputError
-from tfgpu.parameter_server import closure_inputs
-from tfgpu.parameter_server.closure_inputs import ClosureInput
 from tfgpu.parameter_server.exact_counts import MetricState, count_per_closure, counting
 from tfgpu.parameter_server.scheduled_closures import ScheduledClosures, unique
 from tfgpu.parameter_server.worker_data import WorkerIterator
@@ -23,6 +22,95 @@ CLOSURES_PER_WORKER = 2
 """Unfinished closures per worker: one runs while the batches of the next one are sent."""
 CLOSURE_BYTES = 1 << 25
 """The largest size of a closure's batches, unless a single batch is larger."""
+
+
+@dataclass(frozen=True)
+class ClosureInput:
+    """The batches of one closure.
+
+    Attributes:
+        key: closures with equal keys share one compiled function.
+        arguments: what the coordinator sends to the function.
+        count: the number of batches.
+        batch_at: in the function, returns a batch by its number, from 0, and the arguments.
+        count_of: in the function, returns the number of batches by the arguments.
+        signature: the specs of the arguments; None if each call may have other ones.
+    """
+
+    key: tuple
+    arguments: list
+    count: int
+    batch_at: Callable
+    count_of: Callable
+    signature: list | None = None
+
+
+def of_batches(batches: list) -> ClosureInput:
+    """Stacks batches of equal shapes; a ragged or sparse batch comes alone and is sent as it is."""
+    leaves = [_leaves(batch) for batch in batches]
+    is_stacked = _can_stack(leaves[0])
+    arguments = [tf.stack(column) for column in zip(*leaves, strict=True)] if is_stacked else leaves[0]
+
+    def batch_at(at, *arguments):
+        values = iter([v[at] for v in arguments] if is_stacked else arguments)
+        return tf.nest.map_structure(lambda v: None if v is None else next(values), batches[0])
+
+    def count_of(*arguments):
+        return tf.shape(arguments[0])[0] if is_stacked else 1
+
+    signature = [tf.TensorSpec([None, *v.shape[1:]], v.dtype) for v in arguments] if is_stacked else None
+    return ClosureInput((repr(_specs(batches[0])), is_stacked), arguments, len(batches), batch_at, count_of, signature)
+
+
+def of_worker_data(data: WorkerIterator, coordinator, count: int) -> ClosureInput:
+    """Lets the worker that runs the closure read the batches itself."""
+    key, arguments = (repr(data.element_spec), "on workers"), [data.on_workers(coordinator), tf.constant(count)]
+    return ClosureInput(key, arguments, count, lambda at, data, count: data.get_next(), lambda data, count: count)
+
+
+def next_batches(iterator, count: int) -> list:
+    """Reads the next batches, at most `count`, as tensors."""
+    batches: list = []
+    with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+        while len(batches) < count:
+            batches.append(tf.nest.map_structure(_tensor, next(iterator)))
+    return batches
+
+
+def group_by_shape(batches: list) -> list[list]:
+    """Groups successive batches of equal shapes; ragged and sparse ones get a group each."""
+    groups: list[list] = []
+    previous = None
+    for batch in batches:
+        specs = repr(_specs(batch)) if _can_stack(_leaves(batch)) else None
+        if groups and specs is not None and specs == previous:
+            groups[-1].append(batch)
+        else:
+            groups.append([batch])
+        previous = specs
+    return groups
+
+
+def byte_size(batch) -> int:
+    """The size of a batch in bytes, at least 1."""
+    parts = [v for v in tf.nest.flatten(batch, expand_composites=True) if v is not None]
+    return max(1, sum(int(tf.size(v)) * v.dtype.size for v in parts))
+
+
+def _leaves(batch) -> list:
+    return [v for v in tf.nest.flatten(batch) if v is not None]
+
+
+def _tensor(value):
+    return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
+
+
+def _specs(batch):
+    return tf.nest.map_structure(lambda v: None if v is None else tf.type_spec_from_value(v), batch)
+
+
+def _can_stack(leaves: list) -> bool:
+    return bool(leaves) and all(isinstance(v, tf.Tensor) for v in leaves)
 
 
 def set_max_staleness(strategy: tf.distribute.Strategy, max_staleness: int | None) -> None:
@@ -71,13 +159,9 @@ class RemoteSteps(step_loop.StepRunner):
         if not inputs:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
         if self._scheduled is None:
-            self._scheduled = ScheduledClosures(
-                self._model,
-                self._workers * CLOSURES_PER_WORKER,
-                slots.get(self.strategy, "max_staleness"),
-                self._counts_updates,
-                self._coordinator.done,
-            )
+            limit, max_staleness = self._workers * CLOSURES_PER_WORKER, slots.get(self.strategy, "max_staleness")
+            checks = self._counts_updates, self._coordinator.done
+            self._scheduled = ScheduledClosures(self._model, limit, max_staleness, *checks)
         for each in inputs:
             self._schedule(each)
         return self.join() if step_blocks.current() is None else self._progress()
@@ -113,11 +197,11 @@ class RemoteSteps(step_loop.StepRunner):
         if isinstance(iterator, WorkerIterator):
             self.pace.batch_bytes = 1  # nothing is sent
             taken = len(iterator.take(count, self._is_training))
-            return [closure_inputs.of_worker_data(iterator, self._coordinator, taken)] if taken else []
-        batches = closure_inputs.next_batches(iterator, count)
+            return [of_worker_data(iterator, self._coordinator, taken)] if taken else []
+        batches = next_batches(iterator, count)
         if batches and not self.pace.batch_bytes:
-            self.pace.batch_bytes = closure_inputs.byte_size(batches[0])
-        return [closure_inputs.of_batches(group) for group in closure_inputs.group_by_shape(batches)]
+            self.pace.batch_bytes = byte_size(batches[0])
+        return [of_batches(group) for group in group_by_shape(batches)]
 
     def _schedule(self, given: ClosureInput) -> None:
         if given.key not in self._functions:

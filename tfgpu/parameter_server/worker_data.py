@@ -94,10 +94,8 @@ class WorkerIterator:
             InputError: they are not for training.
         """
         if not is_training:
-            raise InputError(
-                "Data that workers read cannot be evaluated: how often each example occurs is not fixed. "
-                "Give `validation_data` and `evaluate` data that the chief reads."
-            )
+            why = "Data that workers read cannot be evaluated: how often each example occurs is not fixed."
+            raise InputError(f"{why} Give `validation_data` and `evaluate` data that the chief reads.")
         count = min(count, self._left)
         self._left -= count
         return range(count)

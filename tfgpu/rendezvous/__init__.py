@@ -3,8 +3,7 @@
 TensorFlow waits forever for a missing peer. So each process first listens on the port that TensorFlow will use,
 connects to every other process there, and compares versions, seeds, recipe and code. Either all processes continue
 together, or all end with one message that names the missing or differing process. `meeting.py` holds the protocol,
-`leader.py` the leader's part in it, `facts.py` the comparison, `sentences.py` the error messages, `wire.py` the message
-format.
+`leader.py` the leader's part in it, `facts.py` the comparison, `wire.py` the message format.
 
 Example:
     >>> from tfgpu import rendezvous
@@ -59,13 +58,21 @@ def join(
     if not wait_s or me < 0 or len(everyone) < 2 or os.environ.get(REJOIN) or (key in _joined and not again):
         return
     # Imported late: asyncio takes a tenth of a second.
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
     from tfgpu.rendezvous.facts import ARGUMENTS, arguments, fitting, gather
-    from tfgpu.rendezvous.holding import hold
     from tfgpu.rendezvous.meeting import Meeting
 
     here = {ARGUMENTS: arguments()} if again else {}
     own = {**(_joined.get(key) or gather(script)), **here, **fitting(facts or {})}
-    hold(Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s))
+    meeting = Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(meeting.hold())
+    else:  # This thread already runs an event loop, as in a notebook.
+        ThreadPoolExecutor(1, "preflight").submit(asyncio.run, meeting.hold()).result()
     _joined[key] = own
 
 
@@ -91,8 +98,6 @@ def timeout_s(environ: Mapping[str, str] | None = None, *, name: str = TIMEOUT) 
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 7 * 86400:
-        raise InputError(
-            f"{name} must be a number of seconds from 0 (no waiting, no comparison) to a week. Received: {value!r}. "
-            f"Set, for example, {name}=300."
-        )
+        why = f"{name} must be a number of seconds from 0 (no waiting, no comparison) to a week. Received: {value!r}."
+        raise InputError(f"{why} Set, for example, {name}=300.")
     return seconds

@@ -14,24 +14,18 @@ from tfgpu.redact import Cleaner
 PACKAGES = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",), "tfgpu": ("tfgpu",)}
 SCRIPT = "script"
 ARGUMENTS, SEED = "arguments", "seeds"
-MAY_DIFFER = {
-    ARGUMENTS: "Use the same everywhere, unless intended.",
-    SEED: "Set the same everywhere, unless each worker reads its own data.",
-}
+MAY_DIFFER = {ARGUMENTS: "Use the same everywhere, unless intended."}
+MAY_DIFFER[SEED] = "Set the same everywhere, unless each worker reads its own data."
 """Facts that only cause a warning: `--rank 0`, or a seed that shuffles each worker's own data, may be intended."""
 LONGEST = 1024
 """Most characters of a fact; longer ones end with their hash."""
 LONGEST_NAME = 64
 # By the fact's name, or the part before its colon; all other facts are versions.
-FIXES = {
-    SCRIPT: "Give every process the same file.",
-    "tfgpu's code": "Install the same tfgpu everywhere.",
-    "TFGPU_SEED": "Set the same value everywhere.",
-    "PYTHONHASHSEED": "Set the same value everywhere.",
-    "recipe": "Give every process the same settings.",
-    "communication": "Give every worker the same devices and the same options of `tfgpu.strategy`.",
-    "seed before the strategy": "Set one everywhere, or nowhere.",
-}
+FIXES = {SCRIPT: "Give every process the same file.", "tfgpu's code": "Install the same tfgpu everywhere."}
+FIXES |= dict.fromkeys(("TFGPU_SEED", "PYTHONHASHSEED"), "Set the same value everywhere.")
+FIXES["recipe"] = "Give every process the same settings."
+FIXES["communication"] = "Give every worker the same devices and the same options of `tfgpu.strategy`."
+FIXES["seed before the strategy"] = "Set one everywhere, or nowhere."
 _MOST_NAMED = 8
 _DIGITS = 12
 
@@ -63,8 +57,7 @@ def arguments(words: Sequence[str] | None = None) -> str:
         >>> arguments(["--rank", "0"])
         '--rank 0'
     """
-    joined = shlex.join(sys.argv[1:] if words is None else words)
-    return _shortened(Cleaner(os.environ).hide(joined), LONGEST)
+    return _shortened(Cleaner(os.environ).hide(shlex.join(sys.argv[1:] if words is None else words)), LONGEST)
 
 
 def of_settings(settings: Mapping[str, object]) -> dict[str, str]:

@@ -25,6 +25,7 @@ class Guest:
     writer: asyncio.StreamWriter
 
 
+@dataclass(eq=False)
 class Chair:
     """The leader's state about the others while their connections are open.
 
@@ -36,20 +37,16 @@ class Chair:
         missing: returns the message on missing processes.
     """
 
-    def __init__(
-        self,
-        everyone: Sequence[Member],
-        facts: Mapping[str, str],
-        *,
-        fail: Callable[[Exception], None],
-        note: Callable[[str, str], None],
-        missing: Callable[[], str],
-    ):
-        self._everyone, self._fail, self._note, self._missing = everyone, fail, note, missing
-        self._has_servers = any(each.name.startswith("parameter server") for each in everyone)
+    everyone: Sequence[Member]
+    facts: Mapping[str, str]
+    fail: Callable[[Exception], None]
+    note: Callable[[str, str], None]
+    missing: Callable[[], str]
+
+    def __post_init__(self) -> None:
         self.guests: dict[int, Guest] = {}
         self._lacks: dict[int, list[int]] = {}
-        self._facts_of: dict[int, dict[str, str]] = {LEADER: dict(facts)}
+        self._facts_of: dict[int, dict[str, str]] = {LEADER: dict(self.facts)}
 
     async def attend(self, hello: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Reads a guest's messages until it disconnects."""
@@ -62,13 +59,13 @@ class Chair:
                 word = await wire.read(reader, within_s=None)
                 if "failed" in word:
                     kind = InputError if word.get("fatal") else MachineError
-                    self._fail(kind(f"{self._everyone[task]} failed: {word['failed']}"))
+                    self.fail(kind(f"{self.everyone[task]} failed: {word['failed']}"))
                 elif "late" in word:
-                    self._fail(MachineError(self._missing()))
+                    self.fail(MachineError(self.missing()))
                 else:
                     self._lacks[task] = [int(index) for index in word["lacks"]][:MOST_NAMED]
                     for process, note in dict(word["notes"]).items():
-                        self._note(process, note)
+                        self.note(process, note)
         finally:
             if self.guests.get(task) is guest:  # It may have reconnected.
                 del self.guests[task]
@@ -81,7 +78,8 @@ class Chair:
     def differences(self) -> str:
         """The message on facts that must not differ; empty if none does."""
         # Parameter servers and their workers may run different scripts.
-        found = differences(self._named(), skip=(*MAY_DIFFER, SCRIPT) if self._has_servers else (*MAY_DIFFER,))
+        has_servers = any(each.name.startswith("parameter server") for each in self.everyone)
+        found = differences(self._named(), skip=(*MAY_DIFFER, SCRIPT) if has_servers else (*MAY_DIFFER,))
         return f"The processes differ. {' '.join(found)}" if found else ""
 
     def warn(self) -> None:
@@ -111,13 +109,12 @@ class Chair:
             if index in absent:
                 continue
             if index not in self.guests:
-                silent, leader = self._everyone[index], self._everyone[LEADER]
+                silent, leader = self.everyone[index], self.everyone[LEADER]
                 lines.append(f"{silent} answers, but has not reached {leader}: firewall or wrong address")
                 continue
-            for other in self._lacks.get(index, []):
-                if other not in absent:
-                    lines.append(f"{self._everyone[index].name} does not reach {self._everyone[other]}: firewall")
+            others = [self.everyone[other] for other in self._lacks.get(index, []) if other not in absent]
+            lines += [f"{self.everyone[index].name} does not reach {other}: firewall" for other in others]
         return lines[:MOST_NAMED]
 
     def _named(self) -> dict[str, dict[str, str]]:
-        return {self._everyone[index].name: facts for index, facts in sorted(self._facts_of.items())}
+        return {self.everyone[index].name: facts for index, facts in sorted(self._facts_of.items())}

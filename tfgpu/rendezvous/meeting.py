@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.rendezvous import sentences, wire
+from tfgpu.rendezvous import wire
 from tfgpu.rendezvous.leader import MOST_NAMED, Chair
 from tfgpu.rendezvous.members import Member
 
@@ -45,9 +45,7 @@ class Meeting:
         timeout_s: seconds to wait for the others.
     """
 
-    def __init__(
-        self, everyone: Sequence[Member], me: int, *, facts: Mapping[str, str], attempt: str, timeout_s: float
-    ):
+    def __init__(self, everyone: Sequence[Member], me: int, facts: Mapping[str, str], attempt: str, timeout_s: float):
         self.everyone, self.me = list(everyone), me
         self.facts, self.attempt, self.timeout_s = dict(facts), attempt, timeout_s
         self.own = self.everyone[me]
@@ -124,7 +122,11 @@ class Meeting:
                 return InputError(answer["refused"]) if answer.get("fatal") else MachineError(answer["refused"])
         except _BROKEN:
             pass
-        return MachineError(sentences.port_in_use(self.own, error))
+        return MachineError(
+            f"Port {self.own.port} of this machine, which TensorFlow needs for {self.own}, cannot be opened: "
+            f"{wire.words(error)}. `ss -ltnp 'sport = :{self.own.port}'` shows the process that uses it: end it, or "
+            "choose another port."
+        )
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers a connection; foreign programs get no answer and block nobody."""
@@ -154,10 +156,14 @@ class Meeting:
         process, attempt, task = str(hello["process"])[:200], str(hello["attempt"])[:200], hello["task"]
         if attempt != self.attempt:
             self._note(process, f"{process}, of attempt {attempt!r}, was rejected: this is attempt {self.attempt!r}")
-            text = sentences.other_attempt(process, attempt, self.own, self.process, self.attempt)
-            return {"refused": text, "fatal": False, "ends": sentences.is_older(attempt, self.attempt)}
+            text = f"This is {process}, of attempt {attempt!r}, but {self.own} is {self.process}, of attempt "
+            text += f"{self.attempt!r}. End the processes of the older attempt."
+            is_older = attempt.isdecimal() and self.attempt.isdecimal() and int(attempt) < int(self.attempt)
+            return {"refused": text, "fatal": False, "ends": is_older}
         if hello["cluster"] != self._digest:
-            text = sentences.other_cluster(hello, process, self.everyone, self.own, self.process)
+            text = f"TF_CONFIG differs: {process} is {hello['name']} at {hello['address']}, one of {hello['count']}, "
+            text += f"but in the TF_CONFIG of {self.own}, {self.process}, it is {self._place_here(hello)}. "
+            text += "Use the same addresses everywhere."
             self._note(process, text)
             return {"refused": text, "fatal": True, "ends": True}
         if task not in range(len(self.everyone)):
@@ -169,13 +175,20 @@ class Meeting:
             return self._twice(task, process, there.process)
         return None
 
+    def _place_here(self, hello: dict) -> str:
+        names = [each.address for each in self.everyone if each.name == hello["name"]]
+        if len(self.everyone) != hello["count"]:
+            return f"one of {len(self.everyone)}"
+        return f"at {names[0]}" if names and names[0] != hello["address"] else "among other addresses"
+
     def _note(self, process: str, text: str) -> None:
         """Records a rejected process, for the final message."""
         if len(self._notes) < MOST_NAMED or process in self._notes:
             self._notes[process] = text[:1000]
 
     def _twice(self, task: int, one: str, other: str) -> dict:
-        text = sentences.twice(self.everyone[task], one, other)
+        text = f"Two processes are {self.everyone[task]}: {one}, and {other}. Give each process its own task "
+        text += "(TF_CONFIG's `task`), or end the one left over."
         self._fail(InputError(text))
         return {"refused": text, "fatal": True, "ends": True}
 
@@ -197,8 +210,7 @@ class Meeting:
             reader, writer = await wire.connect(other.host, other.port)
             self._writers.add(writer)
             writer.write(self._hello(stays=index == LEADER))
-            answer = await wire.read(reader)
-            await self._hear(index, answer, reader, writer)
+            await self._hear(index, await wire.read(reader), reader, writer)
         except wire.Running:
             self._why[index] = "TensorFlow already runs there: this process is too late, or another job uses the port"
             if self._has_servers:  # A task that rejoins finds the others already running.
@@ -219,8 +231,7 @@ class Meeting:
 
     async def _hear(self, index: int, answer: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if "refused" in answer:
-            text = str(answer["refused"])
-            self._why[index] = text
+            text = self._why[index] = str(answer["refused"])
             if answer.get("ends"):
                 raise InputError(text) if answer.get("fatal") else MachineError(text)
             return
@@ -311,12 +322,11 @@ class Meeting:
         """Sends an error: the leader to all, the others to the leader, reconnecting if necessary."""
         if self._leader_knows:
             return
-        fatal = isinstance(error, InputError)
         if self.me == LEADER:
             self._chair.stop(error)
             await asyncio.sleep(_TICK_S)
             return
-        message = wire.encode({"failed": str(error)[: wire.LIMIT // 8], "fatal": fatal})
+        message = wire.encode({"failed": str(error)[: wire.LIMIT // 8], "fatal": isinstance(error, InputError)})
         with contextlib.suppress(*_BROKEN):
             writer = self._leader
             if writer is None:
@@ -349,7 +359,8 @@ class Meeting:
         if not lines:
             lines = [f"{self.everyone[LEADER]} did not start the processes"]
         lines += list(self._notes.values())[:MOST_NAMED]
-        return sentences.not_met(lines, self.timeout_s)
+        why = f"The processes of the cluster did not connect within {self.timeout_s:g} s. {'; '.join(lines)}."
+        return f"{why} Start what is missing, or increase TFGPU_STARTUP_TIMEOUT."
 
     async def _say_who_is_awaited(self) -> None:
         await asyncio.sleep(_NOTE_AFTER_S)
@@ -358,17 +369,6 @@ class Meeting:
             _log.warning("Waiting for %s, up to %g s.", ", ".join(absent[:MOST_NAMED]), self.timeout_s)
 
     def _hello(self, *, stays: bool = False) -> bytes:
-        return wire.encode(
-            {
-                "task": self.me,
-                "name": self.own.name,
-                "address": self.own.address,
-                "count": len(self.everyone),
-                "cluster": self._digest,
-                "attempt": self.attempt,
-                "process": self.process,
-                "id": self._id,
-                "stays": stays,
-                "facts": self.facts if stays else {},
-            }
-        )
+        own = {"task": self.me, "name": self.own.name, "address": self.own.address, "count": len(self.everyone)}
+        own |= {"cluster": self._digest, "attempt": self.attempt, "process": self.process, "id": self._id}
+        return wire.encode({**own, "stays": stays, "facts": self.facts if stays else {}})

@@ -100,9 +100,8 @@ def serves(address: str) -> bool:
 @contextlib.contextmanager
 def hearing_term(act: Callable[[], None]) -> Iterator[None]:
     """Calls a function on SIGTERM, unless another handler is installed."""
-    is_ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_ours:
         signal.signal(signal.SIGTERM, lambda *_: act())
     try:

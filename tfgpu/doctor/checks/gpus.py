@@ -10,17 +10,13 @@ from tfgpu.errors import InputError
 from tfgpu.launch.heartbeat import HEARTBEAT
 from tfgpu.sensors import nvml
 
+_NAME = "Cluster"
 MUCH = 0.1
 """From this share of a GPU's memory in use, its processes are named."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Systems that set CUDA_VISIBLE_DEVICES for their processes, by a variable that they set.
-_SHARING = {
-    HEARTBEAT: "tfgpu's launcher",
-    "SLURM_JOB_ID": "Slurm",
-    "PBS_JOBID": "PBS",
-    "LSB_JOBID": "LSF",
-    "SGE_TASK_ID": "Grid Engine",
-}
+_SHARING = {HEARTBEAT: "tfgpu's launcher", "SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS", "LSB_JOBID": "LSF"}
+_SHARING["SGE_TASK_ID"] = "Grid Engine"
 
 
 def driver(facts: Mapping[str, dict]) -> Check:
@@ -39,14 +35,14 @@ def driver(facts: Mapping[str, dict]) -> Check:
 def _silent(error: str, on_the_bus: int, machine: Mapping) -> Check:
     """The check of a driver that does not answer, or is not installed."""
     name = "NVIDIA driver"
-    if "DriverNotLoaded" in error or "version mismatch" in error.lower() or "LibRmVersionMismatch" in error:
+    if "DriverNotLoaded" in error:
+        return Check(name, "problem", f"the kernel module is not loaded ({error})", command="sudo modprobe nvidia")
+    if "version mismatch" in error.lower() or "LibRmVersionMismatch" in error:
         text = f"the library and the kernel module have different versions ({error})"
         if machine.get("kernel_driver"):
             text += f"; the module is {machine['kernel_driver']}"
-        fix = "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia  (or reboot: the driver was updated)"
-        if "DriverNotLoaded" in error:
-            return Check(name, "problem", f"the kernel module is not loaded ({error})", command="sudo modprobe nvidia")
-        return Check(name, "problem", text, fix, "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia")
+        command = "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia"
+        return Check(name, "problem", text, f"{command}  (or reboot: the driver was updated)", command)
     if "no answer within" in error:
         fix = "Look for Xid errors with `sudo dmesg | grep -i xid`; a hung GPU needs a reset or a reboot."
         return Check(name, "problem", f"hangs: {error}", fix)
@@ -163,8 +159,7 @@ def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
         if not found["build"].get("is_cuda_build"):
             command = f"pip uninstall -y tensorflow-cpu; {INSTALL_CUDA}"
             return Check("GPUs", "problem", f"{text} (this build is for CPUs)", command=command)
-        fix = f"{INSTALL_CUDA}  (then see 'CUDA libraries' here)"
-        return Check("GPUs", "problem", text, fix, INSTALL_CUDA)
+        return Check("GPUs", "problem", text, f"{INSTALL_CUDA}  (then see 'CUDA libraries' here)", INSTALL_CUDA)
     if there:
         return Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES hides all: training runs on the CPU")
     if facts["driver"].get("lost"):
@@ -221,3 +216,48 @@ def fit(own: tuple[int, int], built: list[str]) -> str:
 
 def names(gpus: list[dict]) -> str:
     return ", ".join(gpu["name"] for gpu in gpus) or "no GPU"
+
+
+def cluster(environ: Mapping[str, str]) -> Check:
+    try:
+        found = Cluster.from_environment(environ)
+    except InputError as error:
+        if environ.get("TF_CONFIG", "").strip():
+            return Check(_NAME, "problem", str(error), "unset TF_CONFIG  (or correct it)", "unset TF_CONFIG")
+        return Check(_NAME, "problem", str(error), "Correct the variable that it names.")
+    if found.source == "none":
+        return Check(_NAME, "ok", "none: one process")
+    counts = ", ".join(f"{len(addresses)} {job}" for job, addresses in found.jobs().items())
+    return Check(_NAME, "ok", f"{found.source}: {found.task_type} {found.task_index} of {counts}")
+
+
+def allocated(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check | None:
+    """Compares the GPUs that the scheduler allocated with those that TensorFlow sees."""
+    promised, by = _promise(environ)
+    seen = facts["tensorflow"].get("gpus")
+    if promised is None or seen is None:
+        return None
+    text = f"{by}; TensorFlow sees {len(seen)}"
+    if promised > len(seen):
+        fix = "See 'GPUs' here; in Slurm, start the processes with `srun --gpus-per-task`, which assigns each its own."
+        return Check("GPUs allocated", "problem", text, fix)
+    return Check("GPUs allocated", "ok", text)
+
+
+def _promise(environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """The number of GPUs allocated to this process, and the variable that says so."""
+    try:
+        own = Cluster.from_environment(environ).gpus
+    except InputError:
+        own = None
+    if own is not None:
+        return len(own), f"this process's share is {len(own)}"
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"):
+        value = environ.get(name, "").rpartition(":")[2]
+        if value.isdecimal():
+            return int(value), f"{name}={environ[name]}"
+    value = environ.get("NVIDIA_VISIBLE_DEVICES", "").strip()
+    if value and value not in ("all", "none", "void"):
+        count = len(value.split(","))
+        return count, f"NVIDIA_VISIBLE_DEVICES names {count}"
+    return None, ""

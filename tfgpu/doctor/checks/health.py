@@ -8,7 +8,6 @@ from tfgpu.doctor.checks.gpus import is_full, only, shared_out, visible_gpus
 
 GIB = 2**30
 _FEW_NAMED = 5
-_SLOW_PATHS = ("NODE", "SYS")
 # NVIDIA's descriptions of Xid errors: https://docs.nvidia.com/deploy/xid-errors/
 _XIDS = {
     13: "a fault in a program's kernel",
@@ -36,16 +35,8 @@ def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]
     found = xids(facts)
     if not gpus:
         return found
-    several = links(facts, environ) if len(gpus) > 1 else []
-    return [
-        *memory(own(facts, environ)),
-        *mig(gpus),
-        *persistence(gpus),
-        *ecc(gpus),
-        *throttling(gpus),
-        *several,
-        *found,
-    ]
+    each = [*memory(own(facts, environ)), *mig(gpus), *persistence(gpus), *ecc(gpus), *throttling(gpus)]
+    return [*each, *(links(facts, environ) if len(gpus) > 1 else []), *found]
 
 
 def own(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[dict]:
@@ -165,9 +156,8 @@ def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
             faults.append(Check(name, "problem", text, command="sudo systemctl restart nvidia-fabricmanager"))
         elif 0 < found.get("up", 0) < found["of"]:
             text = f"GPU {index}: {found['of'] - found['up']} of {found['of']} NVLinks are down"
-            faults.append(
-                Check(name, "warning", text, "See `nvidia-smi nvlink -s` and `-e`; a reset may bring them back.")
-            )
+            fix = "See `nvidia-smi nvlink -s` and `-e`; a reset may bring them back."
+            faults.append(Check(name, "warning", text, fix))
         if pcie.get("width") and pcie.get("most_width") and pcie["width"] < pcie["most_width"]:
             text = f"GPU {index} uses {pcie['width']} of {pcie['most_width']} possible PCIe lanes"
             faults.append(Check(name, "warning", text, "Check its slot and riser (BIOS: lane bifurcation)."))
@@ -178,15 +168,10 @@ def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
         text = f"{len(without)} of {len(pairs)} pairs ({named}) cannot read each other's memory: NCCL uses the host's"
         fix = "Turn off IOMMU and ACS in the BIOS, if the GPUs support it (consumer GPUs do not)."
         faults.append(Check(name, "warning", text, fix))
-    return worst(name, _drawn(pairs), faults)
-
-
-def _drawn(pairs: list[dict]) -> str:
-    """The number of pairs by path."""
     kinds = Counter(each["path"] for each in pairs)
     text = ", ".join(f"{count} by {path}" for path, count in kinds.most_common())
-    slow = any(path in _SLOW_PATHS for path in kinds)
-    return f"pairs: {text or 'unknown'}" + (" (SYS and NODE cross the links between CPUs)" if slow else "")
+    slow = " (SYS and NODE cross the links between CPUs)" if kinds.keys() & {"NODE", "SYS"} else ""
+    return worst(name, f"pairs: {text or 'unknown'}{slow}", faults)
 
 
 def xids(facts: Mapping[str, dict]) -> list[Check]:

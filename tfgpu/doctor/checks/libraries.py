@@ -10,14 +10,8 @@ from tfgpu.compat.versions import INSTALL_CUDA
 from tfgpu.doctor.check import Check
 
 # The first CUDA whose ptxas supports a compute capability: https://docs.nvidia.com/cuda/parallel-thread-execution/
-_FIRST_PTXAS = {
-    (8, 9): (11, 8),
-    (9, 0): (11, 8),
-    (10, 0): (12, 7),
-    (10, 3): (12, 9),
-    (12, 0): (12, 8),
-    (12, 1): (12, 9),
-}
+_FIRST_PTXAS = {(8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 7)}
+_FIRST_PTXAS |= {(10, 3): (12, 9), (12, 0): (12, 8), (12, 1): (12, 9)}
 
 
 def cuda(facts: Mapping[str, dict]) -> list[Check]:

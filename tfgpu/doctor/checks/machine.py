@@ -22,9 +22,10 @@ def processor(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Che
     usable = min(cores, quota) if quota else cores
     text = f"{cores} cores for this process"
     if quota and quota < cores:
-        whole = max(1, round(quota))
+        each = max(1, round(quota))
         text += f", but a CPU quota of {quota:g}: TensorFlow starts {cores} threads, which slow each other down"
-        return [Check("CPU", "warning", text, command=_threads(whole))]
+        command = f"export TF_NUM_INTRAOP_THREADS={each} TF_NUM_INTEROP_THREADS={each} OMP_NUM_THREADS={each}"
+        return [Check("CPU", "warning", text, command=command)]
     is_alone = usable >= 4 and not environ.get(HEARTBEAT)  # in a launch, several processes share the cores
     wrong, why = _wrong_threads(found.get("threads", {}), usable, is_alone=is_alone)
     if wrong:
@@ -32,9 +33,8 @@ def processor(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Che
     gpus = len(facts["driver"].get("gpus") or [])
     if gpus and usable < 2 * gpus:
         text += f", for {gpus} GPU(s): too few to feed them"
-        return [
-            Check("CPU", "warning", text, "Request 4 or more cores per GPU (Slurm: --cpus-per-task; docker: --cpus).")
-        ]
+        fix = "Request 4 or more cores per GPU (Slurm: --cpus-per-task; docker: --cpus)."
+        return [Check("CPU", "warning", text, fix)]
     everything = found.get("all_cores") or cores
     return [Check("CPU", "ok", text + (f" of {everything}" if everything > cores else ""))]
 
@@ -47,10 +47,6 @@ def _wrong_threads(threads: Mapping[str, str], usable: float, *, is_alone: bool)
         return odd, f"; not a number: {', '.join(f'{name}={threads[name]!r}' for name in odd)}"
     single = [name for name, value in threads.items() if is_alone and _number(value) == 1]
     return single, f", but {', '.join(single)} allows one thread"
-
-
-def _threads(count: int) -> str:
-    return f"export TF_NUM_INTRAOP_THREADS={count} TF_NUM_INTEROP_THREADS={count} OMP_NUM_THREADS={count}"
 
 
 def _is_number(value: str) -> bool:
@@ -153,7 +149,8 @@ def limits(facts: Mapping[str, dict]) -> list[Check]:
     if 0 <= found["addresses"]:
         text = f"at most {found['addresses'] / GIB:.1f} GiB of address space; a GPU reserves more"
         faults.append(_limit("Address space", text, "v", found["most_addresses"], -1, 2**47))
-    return faults or [Check("Limits", "ok", f"{_shown(found['files'])} open files")]
+    files = "unlimited" if found["files"] < 0 else found["files"]
+    return faults or [Check("Limits", "ok", f"{files} open files")]
 
 
 def _limit(name: str, text: str, flag: str, most: int, wish: int, need: int) -> Check:
@@ -161,16 +158,8 @@ def _limit(name: str, text: str, flag: str, most: int, wish: int, need: int) -> 
     if most < 0 or most >= need:
         value = "unlimited" if wish < 0 and most < 0 else min(each for each in (wish, most) if each >= 0)
         return Check(name, "warning", text, command=f"ulimit -{flag} {value}")
-    return Check(
-        name,
-        "warning",
-        text,
-        f"Raise it in /etc/security/limits.conf, or with docker run --ulimit (the hard limit is {most}).",
-    )
-
-
-def _shown(value: int) -> str:
-    return "unlimited" if value < 0 else f"{value}"
+    fix = f"Raise it in /etc/security/limits.conf, or with docker run --ulimit (the hard limit is {most})."
+    return Check(name, "warning", text, fix)
 
 
 def disk(facts: Mapping[str, dict]) -> Check | None:

@@ -141,10 +141,8 @@ def patches(facts: Mapping[str, dict]) -> list[Check]:
     details = [dict(zip(("target", "by", "source"), each, strict=True)) for each in (*in_force, *on_use)]
     changed = [f"{target} (by {by})" for target, by, source in in_force if source == "changed"]
     functions = {target for target, *_ in in_force}
-    text = (
-        f"{len(in_force)} patches of {len(functions)} functions of Keras and TensorFlow, {len(on_use)} more on use "
-        "(--json lists them)"
-    )
+    text = f"{len(in_force)} patches of {len(functions)} functions of Keras and TensorFlow"
+    text += f", {len(on_use)} more on use (--json lists them)"
     if not changed:
         return [Check(title, "ok", f"{text}; all sources were tested", details=details)]
     text = f"{text}; the source of {', '.join(changed)} was not tested"

@@ -38,7 +38,7 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
             pool.submit(_ask, "software", ["patches"], alone, REPAIRS_S, stop=pool.stop),  # the probes run without
             pool.submit(_ask, "software", ["python", "packages"], environ, QUICK_S, stop=pool.stop),
             pool.submit(_ask, "machine", ["machine", "xid"], environ, QUICK_S, stop=pool.stop),
-            pool.submit(_ask, "gpus", ["driver"], environ, QUICK_S, stop=pool.stop),
+            pool.submit(_ask, "machine", ["driver"], environ, QUICK_S, stop=pool.stop),
         ]
         facts = tensorflow(environ)
         found = facts["tensorflow"]
@@ -49,16 +49,13 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def _ask(
-    file: str, names: list[str], environ: Mapping[str, str], seconds: float, **options: object
-) -> dict[str, dict[str, Any]]:
+def _ask(file: str, names: list[str], environ: Mapping[str, str], seconds: float, **options: object) -> dict[str, dict]:
     return asking.ask(f"{_HERE}.{file}", names, environ=environ, seconds=seconds, **options)
 
 
 def hardware(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The answers to `tensorflow` and `driver`: this machine's devices."""
-    found = _ask("software", ["tensorflow"], environ, TENSORFLOW_S)
-    return found | _ask("gpus", ["driver"], environ, QUICK_S)
+    return _ask("software", ["tensorflow"], environ, TENSORFLOW_S) | _ask("machine", ["driver"], environ, QUICK_S)
 
 
 def tensorflow(environ: Mapping[str, str], seconds: float = TENSORFLOW_S) -> dict[str, dict[str, Any]]:

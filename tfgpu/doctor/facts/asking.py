@@ -74,15 +74,8 @@ def run(
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            process = subprocess.Popen(
-                command,
-                env=dict(environ),
-                cwd=directory,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            process = subprocess.Popen(command, env=dict(environ), cwd=directory, start_new_session=True, **files)
         except OSError as error:
             return Ended(None, "", "", f"{command[0]} cannot be started: {error.strerror or error}")
         code = None
@@ -90,7 +83,9 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(seconds) if stop is None else _wait(process, seconds, stop)
         finally:
-            _kill(process)
+            processes.send_to_group(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_S)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -179,12 +174,6 @@ def _wait(process: subprocess.Popen, seconds: float, stop: threading.Event) -> i
         except subprocess.TimeoutExpired:
             if stop.is_set() or time.monotonic() >= until:
                 raise
-
-
-def _kill(process: subprocess.Popen) -> None:
-    processes.send_to_group(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_KILLED_S)
 
 
 def _words(code: int | None, err: str, seconds: float) -> str:

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfgpu.sensors import nvml
 from tfgpu.sensors.groups import cpu_quota, memory_limit, text_of
 
 NVIDIA = "0x10de"
@@ -26,23 +27,14 @@ def _machine(*, root: str = "/", **_) -> dict:
     import psutil
 
     memory, base = psutil.virtual_memory(), Path(root)
-    return {
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "all_cores": os.cpu_count(),
-        "quota": cpu_quota(base),
-        "threads": {name: os.environ[name] for name in _THREADS if os.environ.get(name, "").strip()},
-        "memory_bytes": memory.total,
-        "free_bytes": memory.available,
-        "memory_limit_bytes": memory_limit(base),
-        "pci_gpus": pci_gpus(base / "sys/bus/pci/devices"),
-        "container": container(base, os.environ),
-        "devices": devices(base / "dev"),
-        "kernel_driver": kernel_driver(base),
-        "shared_memory": shared_memory(base),
-        "infiniband": len(list((base / "sys/class/infiniband").glob("*"))),
-        "limits": limits(),
-        "disk": disk(),
-    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = {name: os.environ[name] for name in _THREADS if os.environ.get(name, "").strip()}
+    found = {"cores": cores, "all_cores": os.cpu_count(), "quota": cpu_quota(base), "threads": threads}
+    found |= {"memory_bytes": memory.total, "free_bytes": memory.available, "memory_limit_bytes": memory_limit(base)}
+    found |= {"pci_gpus": pci_gpus(base / "sys/bus/pci/devices"), "container": container(base, os.environ)}
+    found |= {"devices": devices(base / "dev"), "kernel_driver": kernel_driver(base)}
+    found |= {"shared_memory": shared_memory(base), "limits": limits(), "disk": disk()}
+    return {**found, "infiniband": len(list((base / "sys/class/infiniband").glob("*")))}
 
 
 def pci_gpus(folder: Path) -> int:
@@ -90,13 +82,10 @@ def shared_memory(root: Path) -> dict:
         return {"error": f"/dev/shm: {error.strerror}"}
     total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     # Below another root it is a plain folder: use the size in the mount table.
-    size = _mounted_size(text_of(root / "proc/mounts")) if str(root) != "/" else None
-    return {"bytes": size or total, "free_bytes": min(free, size or free)}
-
-
-def _mounted_size(mounts: str) -> int | None:
+    mounts = text_of(root / "proc/mounts") if str(root) != "/" else ""
     match = re.search(r"^\S+ /dev/shm tmpfs \S*?\bsize=(\d+)([kmg]?)", mounts, re.MULTILINE)
-    return int(match[1]) * 1024 ** (" kmg".index(match[2]) if match[2] else 0) if match else None
+    size = int(match[1]) * 1024 ** (" kmg".index(match[2]) if match[2] else 0) if match else None
+    return {"bytes": size or total, "free_bytes": min(free, size or free)}
 
 
 def limits() -> dict[str, int]:
@@ -142,4 +131,4 @@ def xids(log: str) -> list[dict]:
     return lines[-_MOST_LINES:]
 
 
-QUESTIONS = {"machine": _machine, "xid": _xid}
+QUESTIONS = {"machine": _machine, "xid": _xid, "driver": lambda *, root="/", **_: nvml.driver(root)}

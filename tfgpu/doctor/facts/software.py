@@ -43,10 +43,7 @@ def _version(package: str) -> str | None:
 
 def installed() -> dict[str, str]:
     """The versions of all packages, by normalized name."""
-    return {
-        canonicalize_name(distribution.metadata["Name"] or ""): distribution.version
-        for distribution in metadata.distributions()
-    }
+    return {canonicalize_name(each.metadata["Name"] or ""): each.version for each in metadata.distributions()}
 
 
 def _tensorflow(**_) -> dict:
@@ -57,12 +54,9 @@ def _tensorflow(**_) -> dict:
         details = tf.config.experimental.get_device_details(gpu)
         capability = ".".join(map(str, details.get("compute_capability", ("?",))))
         gpus.append({"name": details.get("device_name", gpu.name), "capability": capability})
-    build = {name: _plain(value) for name, value in tf.sysconfig.get_build_info().items()}
+    build = tf.sysconfig.get_build_info().items()
+    build = {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in build}
     return {"version": tf.__version__, "build": build, "gpus": gpus, "folder": tf.sysconfig.get_lib()}
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, (list, tuple)) else value
 
 
 def _keras(**_) -> dict:
@@ -84,17 +78,9 @@ def _patches(**_) -> dict:
     repairs.repair_keras()
     in_force = patch.installed()
     on_use = {*patch.declared()} - {(found.target, found.by) for found in in_force}
-    return {
-        "in force": [[found.target, found.by, found.source] for found in in_force],
-        "on use": sorted(map(list, on_use)),
-    }
+    described = [[found.target, found.by, found.source] for found in in_force]
+    return {"in force": described, "on use": sorted(map(list, on_use))}
 
 
-QUESTIONS = {
-    "python": _python,
-    "packages": _packages,
-    "tensorflow": _tensorflow,
-    "keras": _keras,
-    "repairs": _repairs,
-    "patches": _patches,
-}
+QUESTIONS = {"python": _python, "packages": _packages, "tensorflow": _tensorflow, "keras": _keras}
+QUESTIONS |= {"repairs": _repairs, "patches": _patches}

@@ -1,7 +1,7 @@
 """`tfgpu doctor --train`: measures the machine, and trains briefly with every strategy.
 
-`compute.py` multiplies matrices, `sums.py` measures all-reduces, `training.py` trains in one process and `worker.py` in
-several, which also repeats the measurements on other machines; `judge.py` judges the results. Each part runs in a
+`speed.py` multiplies matrices and measures all-reduces; `training.py` trains in one process and in several, and also
+repeats the measurements on other machines; `judge.py` judges the results. Each part runs in a
 separate process with a time limit.
 """
 
@@ -17,8 +17,8 @@ from tfgpu.errors import InputError
 
 PART_S, LAUNCH_S = 240.0, 300.0
 """Time limits in seconds of a part, and of a part in several processes; on an idle machine they take 10 to 30."""
-PARTS = {"compute": "multiply", "sums": "sums", "training": "training"}
-"""The parts that run on each machine: modules of this package, and the names of their answers."""
+PARTS = {"multiply": "speed", "sums": "speed", "training": "training"}
+"""The parts that run on each machine: the names of their answers, and the modules of this package."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _HERE = "tfgpu.doctor.selftest"
 _WORDS = 300
@@ -107,7 +107,7 @@ def parts(environ: Mapping[str, str], *, on_part: Callable[[dict], object] = lam
         on_part: called with the answers of each part as it ends.
     """
     found = {}
-    for file, name in PARTS.items():
+    for name, file in PARTS.items():
         answers = asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=PART_S)
         found |= answers
         on_part(answers)
@@ -124,10 +124,8 @@ def checked(workers: Sequence[str]) -> list[str]:
     if not hosts:
         return ["localhost", "localhost"]
     if len(hosts) < 2 or not all(hosts):
-        raise InputError(
-            f"--hosts must list two or more machines, separated by commas. Received: {','.join(workers)!r}. "
-            "Write, for example, --hosts host1,host2, or --hosts localhost,localhost."
-        )
+        why = f"--hosts must list two or more machines, separated by commas. Received: {','.join(workers)!r}."
+        raise InputError(f"{why} Write, for example, --hosts host1,host2, or --hosts localhost,localhost.")
     return hosts
 
 
@@ -142,7 +140,7 @@ def launched(
     seconds: float,
     stop: threading.Event | None = None,
 ) -> dict:
-    """Runs `worker.py` with `tfgpu launch`, here or by ssh; returns the answer of its chief.
+    """Runs `training.py` with `tfgpu launch`, here or by ssh; returns the answer of its chief.
 
     Args:
         kind: the strategy, or `"machine"` to measure one machine.
@@ -156,7 +154,7 @@ def launched(
         words += ["--hosts", ",".join(hosts), *(["--ssh", ssh] if ssh else [])]
     elif gpus < len(hosts) or kind == "parameter_server":
         words += ["--gpus-per-worker", "0"]  # Processes must not share a GPU.
-    script = str(Path(__file__).with_name("worker.py"))
+    script = str(Path(__file__).with_name("training.py"))
     with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
         command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind]
         ended = asking.run(command, environ=environ, seconds=seconds, directory=folder, stop=stop)

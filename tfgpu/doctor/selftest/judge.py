@@ -10,6 +10,7 @@ from tfgpu.doctor.check import Check
 from tfgpu.parallel.planning.hardware import driven
 from tfgpu.sensors.gpus import LANE_BYTES_PER_S
 
+Facts = Mapping[str, dict]
 LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02}
 """The ratios below which something is wrong. Healthy machines reach at least twice these."""
 MOST_DIFFERENCE = {"CPU": 1e-5, "GPU": 1e-4}
@@ -19,12 +20,7 @@ _AMPERE = (8, 0)
 _BUSY = "Check for other programs (`nvidia-smi`, `top`), heat and power ('GPU clocks' here), and run it again."
 
 
-def judge(
-    found: Mapping[str, dict],
-    facts: Mapping[str, dict],
-    hosts: Sequence[str],
-    machines: Mapping[str, dict] | None = None,
-) -> list[Check]:
+def judge(found: Facts, facts: Facts, hosts: Sequence[str], machines: Facts | None = None) -> list[Check]:
     """Judges the results of a self-test, also partial ones.
 
     Args:
@@ -81,7 +77,8 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
         known = driven(gpu["name"])
         rates = {kind: _median(each[kind]) for kind in ("bfloat16", "float32")}
         text = f"GPU:{index}: {_tera(rates['bfloat16'])} TFLOP/s in bfloat16, {_tera(rates['float32'])} in float32"
-        judged = "bfloat16" if _capability(gpu) >= _AMPERE else "float32"
+        capability = tuple(map(int, re.findall(r"\d+", gpu.get("capability", "")))) or _AMPERE
+        judged = "bfloat16" if capability >= _AMPERE else "float32"
         peak = known and known.flops_in(judged)
         text += " with TF32" if found["tf32"] and judged == "bfloat16" else ""
         text += f"; {rates[judged] / peak:.2f} of {known.name}'s peak" if known else ""
@@ -92,11 +89,6 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
 
 def _tera(rate: float) -> str:
     return f"{rate / 1e12:.0f}" if rate >= 1e13 else f"{rate / 1e12:.1f}"
-
-
-def _capability(gpu: Mapping) -> tuple[int, ...]:
-    """The compute capability from TensorFlow; if unknown, Ampere's."""
-    return tuple(int(part) for part in re.findall(r"\d+", gpu.get("capability", ""))) or _AMPERE
 
 
 def _sums(found: dict, facts: Mapping[str, dict]) -> Check:
@@ -134,8 +126,7 @@ def _link(driver: Mapping) -> tuple[float | None, str]:
 def _between_workers(found: dict, hosts: Sequence[str]) -> Check:
     name = "All-reduce between workers"
     if "error" in found:
-        fix = "Try it separately: `tfgpu launch -n 2 SCRIPT`, with --hosts for other machines."
-        return _failed(name, found, fix)
+        return _failed(name, found, "Try it separately: `tfgpu launch -n 2 SCRIPT`, with --hosts for other machines.")
     rate, where = _median(found["sum"]), ", ".join(dict.fromkeys(hosts))
     return Check(name, "ok", f"{found['workers']} workers on {where}: {rate / 1e9:.2f} GB/s", figures={"rate": rate})
 

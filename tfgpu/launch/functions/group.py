@@ -15,14 +15,12 @@ from tfgpu.errors import InputError, MachineError, is_number
 from tfgpu.launch import layout
 from tfgpu.launch.child import REPORT, RESULT
 from tfgpu.launch.functions import pickled
-from tfgpu.launch.functions.links import EngineLink
-from tfgpu.launch.functions.relay import Work, search_paths
+from tfgpu.launch.functions.relay import EngineLink, Work, search_paths
 from tfgpu.launch.group import Group, Member
 from tfgpu.launch.job import Job
-from tfgpu.launch.process_specs import specs_for
-from tfgpu.launch.restarts import WRONG_INPUT, Restarts
-from tfgpu.launch.signals import Signals
-from tfgpu.launch.supervisor import Ending, supervise
+from tfgpu.launch.layout import specs_for
+from tfgpu.launch.processes import Signals
+from tfgpu.launch.restarts import WRONG_INPUT, Ending, Restarts, supervise
 
 _log = logging.getLogger(__name__)
 
@@ -31,20 +29,12 @@ Connect = Callable[[int], AbstractContextManager[Sequence[EngineLink]]]
 """Starts the workers' supervisors for an attempt, and ends them."""
 
 
-def work_of(
-    train: Callable | str | Path,
-    arguments: Sequence,
-    *,
-    grace_period_s: float,
-    logs: str | Path | None,
-    environment: Mapping[str, str] | None,
-    **settings: Any,
-) -> Work:
+def work_of(train: Callable | str | Path, arguments: Sequence, *, grace_period_s: float, **settings: Any) -> Work:
     """Describes the work in the form that is sent to the workers.
 
     Args:
         train: a function, or the path of a script.
-        arguments, logs, environment, settings: as in `Job`.
+        arguments, settings: as in `Job`; `logs` and `environment` may be None.
         grace_period_s: seconds that workers get to save after a request to stop that no failure caused.
 
     Raises:
@@ -52,6 +42,7 @@ def work_of(
     """
     if not is_number(grace_period_s) or not grace_period_s >= 0:
         raise InputError(f"`grace_period_s` must be at least 0 seconds. Received: {grace_period_s!r}.")
+    logs, environment = settings["logs"], settings["environment"]
     settings |= {"logs": None if logs is None else Path(logs).absolute(), "environment": dict(environment or {})}
     if callable(train):
         name = f"{getattr(train, '__name__', 'function')}()"
@@ -198,5 +189,4 @@ class Program:
         return MachineError(f"{message}\n{used}")
 
     def _command(self, facts: Mapping[str, object]) -> list[str]:
-        runner = [facts["python"], "-u", "-m", "tfgpu.launch.ending"]
-        return [*runner, facts["script"], *self._work.job.arguments]
+        return [facts["python"], "-u", "-m", "tfgpu.launch.ending", facts["script"], *self._work.job.arguments]

@@ -1,14 +1,20 @@
 """A Python function as a worker's script: cloudpickle carries it there, and its result back."""
 
+import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tfgpu import atomic
+from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, required
 from tfgpu.launch.restarts import WRONG_INPUT
 
+REPORTS = "TFGPU_REPORTS"
+"""Holds the file descriptor to which reports are written, one JSON object per line."""
 CALL, RESULT, DATA = "call.pickle", "result.pickle", "data.pickle"
 SCRIPT = """from tfgpu.launch.functions import pickled
 
@@ -75,9 +81,32 @@ def _packed(result) -> bytes:
 
 
 def _cloudpickle():
-    return required(
-        "cloudpickle",
-        "Functions are sent with cloudpickle",
-        "Run `pip install 'tfgpu[ray]'` or `pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of "
-        "a script.",
-    )
+    install = "`pip install 'tfgpu[ray]'` or `pip install 'tfgpu[spark]'`"
+    fix = f"Run {install}, here and on the workers; or pass the path of a script."
+    return required("cloudpickle", "Functions are sent with cloudpickle", fix)
+
+
+def report(values: dict[str, Any]) -> None:
+    """Sends values to the `on_progress` of the program that launched this worker; does nothing anywhere else.
+
+    Only the chief's reports are delivered, so every worker can run the same code. In `model.fit`,
+    `tfgpu.callbacks.Report()` calls it at each epoch's end.
+
+    Args:
+        values: numbers, strings and lists by name.
+
+    Example:
+        >>> report({"epoch": 0, "loss": 0.25})
+    """
+    pipe = os.environ.get(REPORTS)
+    if pipe is None or not Cluster.from_environment().is_chief:
+        return
+    line = json.dumps(values, default=_plain) + "\n"
+    with open(int(pipe), "w", closefd=False) as file:
+        file.write(line)
+
+
+def _plain(value):
+    """Converts NumPy's and TensorFlow's numbers and arrays for JSON."""
+    value = value.numpy() if hasattr(value, "numpy") else value
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu import atomic
-from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
+from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Ending, Restarts, supervise
 from tfgpu.launch.screen import tail
 from tfgpu.launch.slurm import task
 from tfgpu.launch.slurm.task import Record
-from tfgpu.launch.supervisor import Ending, supervise
 
 KILLED = 128 + signal.SIGKILL
 CONTROLLER_S = 60.0
@@ -74,9 +73,7 @@ def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool
         return Ending(bad[first].code, first, asked=True)
     if failed:
         return Ending(bad[failed[0]].code, failed[0])
-    if lost:  # srun may return 0 for it.
-        return Ending(step_code or KILLED, lost[0])
-    return Ending(step_code)
+    return Ending(step_code or KILLED, lost[0]) if lost else Ending(step_code)  # srun may return 0 for a lost task
 
 
 def _came_first(asked: Sequence[int], failed: Sequence[int], bad: Mapping[int, Record]) -> bool:
@@ -84,6 +81,7 @@ def _came_first(asked: Sequence[int], failed: Sequence[int], bad: Mapping[int, R
     return not failed or min((bad[rank].asked, rank) for rank in asked) < (bad[failed[0]].ended, failed[0])
 
 
+@dataclass(eq=False)
 class Allocated:
     """The engine that runs a script's tasks in the Slurm allocation of this process.
 
@@ -95,23 +93,18 @@ class Allocated:
         heartbeat_timeout_s: the heartbeat timeout in seconds; 0: none.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        *,
-        max_restarts: int = 0,
-        grace_period_s: float = 60.0,
-        heartbeat_timeout_s: float = 60.0,
-    ):
-        self.command = list(command)
-        self.grace_period_s = grace_period_s
-        self.heartbeat_timeout_s = heartbeat_timeout_s
-        self.restarts = Restarts(most=max_restarts)
+    command: Sequence[str]
+    folder: Path
+    max_restarts: int = 0
+    grace_period_s: float = 60.0
+    heartbeat_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.restarts = Restarts(most=self.max_restarts)
         self.tasks = int(os.environ["SLURM_NTASKS"])
         self.has_servers = os.environ.get("TFGPU_PARAMETER_SERVERS", "0") not in ("", "0")
         self.job = os.environ["SLURM_JOB_ID"]
-        self.folder = folder / f"job-{self.job}"
+        self.folder /= f"job-{self.job}"
         self.requeues = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.told_to_end = False
         self._used = self.folder / "restarts"
@@ -122,8 +115,8 @@ class Allocated:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.restarts.made = int(self._used.read_text()) if self._used.exists() else 0
         signal.signal(signal.SIGTERM, self._end)
-        begun = len(list(self.folder.glob("records/*")))  # by this job before it was requeued
-        ending = supervise(self, self.restarts, first=begun + 1)
+        # Earlier records are of this job before it was requeued.
+        ending = supervise(self, self.restarts, first=len(list(self.folder.glob("records/*"))) + 1)
         if ending.code == 0:
             say("done.")
         return ending.code
@@ -155,7 +148,7 @@ class Allocated:
 
     def restart(self, end: Ending, wait_s: float | None) -> bool:
         """Waits for the next attempt in this allocation."""
-        self._remember()
+        atomic.write_text(self._used, str(self.restarts.made))
         if wait_s is None:
             say(f"no restart: {_reason(end.code, self.restarts.most)}.")
             return False
@@ -178,9 +171,6 @@ class Allocated:
         command = ["srun", *options, *program, *self.command]
         environment = step_environment(os.environ) | {"TFGPU_ATTEMPT": str(attempt)}
         return subprocess.run(command, env=environment, start_new_session=True).returncode
-
-    def _remember(self) -> None:
-        atomic.write_text(self._used, str(self.restarts.made))
 
     def _end(self, *_: object) -> None:
         self.told_to_end = True
@@ -214,29 +204,24 @@ class Allocated:
             time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
 
-def step_environment(environ: dict[str, str]) -> dict[str, str]:
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for srun, which since 22.05 no longer reads the job's CPUs per task."""
-    made = dict(environ)
-    if "SLURM_CPUS_PER_TASK" in made:
-        made.setdefault("SRUN_CPUS_PER_TASK", made["SLURM_CPUS_PER_TASK"])
-    return made
+    cpus = environ.get("SLURM_CPUS_PER_TASK")
+    return {**({} if cpus is None else {"SRUN_CPUS_PER_TASK": cpus}), **environ}
 
 
 def job_facts(job: str) -> Facts:
     """Asks the controller; if it does not answer, the job counts as running."""
     try:
-        done = subprocess.run(
-            ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, timeout=CONTROLLER_S
-        )
+        command = ["scontrol", "--oneliner", "show", "job", job]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONTROLLER_S)
     except subprocess.TimeoutExpired:
         return Facts()
     fields = dict(re.findall(r"(?:^| )(JobState|Restarts|StartTime|PreemptTime)=([\w:-]+)", done.stdout))
     began, preempted = fields.get("StartTime", ""), fields.get("PreemptTime", "")
-    return Facts(
-        state=fields.get("JobState", "RUNNING"),
-        requeues=int(fields["Restarts"]) if "Restarts" in fields else None,
-        preempted=preempted[:1].isdigit() and preempted >= began,  # Excludes a preemption of an earlier start.
-    )
+    requeues = int(fields["Restarts"]) if "Restarts" in fields else None
+    is_preempted = preempted[:1].isdigit() and preempted >= began  # Excludes a preemption of an earlier start.
+    return Facts(fields.get("JobState", "RUNNING"), requeues, is_preempted)
 
 
 def nodes_answer() -> bool:
@@ -263,20 +248,13 @@ def _reason(code: int, most: int) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """Supervises the job with the command line's options."""
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.batch_job")
-    parser.add_argument("--logs", type=Path, required=True, help="folder that all nodes see")
+    parser.add_argument("--logs", dest="folder", type=Path, required=True, help="folder that all nodes see")
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after failures")
-    parser.add_argument("--grace-period", type=float, default=60.0, help="seconds to save")
-    parser.add_argument("--heartbeat-timeout", type=float, default=60.0, help="heartbeat timeout in seconds")
+    parser.add_argument("--grace-period", dest="grace_period_s", type=float, default=60.0, help="seconds to save")
+    words_of = {"type": float, "default": 60.0, "help": "heartbeat timeout in seconds"}
+    parser.add_argument("--heartbeat-timeout", dest="heartbeat_timeout_s", **words_of)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS")
-    given = parser.parse_args(words)
-    engine = Allocated(
-        given.command,
-        given.logs,
-        max_restarts=given.max_restarts,
-        grace_period_s=given.grace_period,
-        heartbeat_timeout_s=given.heartbeat_timeout,
-    )
-    return engine.supervise()
+    return Allocated(**vars(parser.parse_args(words))).supervise()
 
 
 if __name__ == "__main__":

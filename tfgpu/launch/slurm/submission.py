@@ -23,19 +23,77 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu import atomic
-from tfgpu.errors import InputError, MachineError, no_script
+from tfgpu.errors import InputError, MachineError, no_script, whole_number
 from tfgpu.launch.job import Job
-from tfgpu.launch.slurm.allocation import Allocation
 from tfgpu.redact import is_secret
 
+_REPLACED = {"error": "--logs", "output": "--logs", "nodes": "--nodes", "ntasks": "-n", "ntasks-per-node": "-n"}
+_REPLACED |= {"gpus-per-task": "--gpus-per-worker", "signal": "--grace-period", "wait": "--wait without --sbatch"}
+OWN = {option: f"Use {ours}." for option, ours in _REPLACED.items()}
+OWN |= {"array": "Submit one job per run.", "chdir": "The job runs where you submit it.", "wrap": "Give the script."}
+OWN |= {"parsable": "It is always set.", "requeue": "It is always set."}
+OWN["no-requeue"] = "A preempted job continues only if it is requeued."
+OWN["open-mode"] = "Logs are appended, so a requeued job keeps its log."
+"""Options of sbatch that the launch sets itself, and what to use instead."""
+_NAME = re.compile(r"[A-Za-z0-9_.@+-]+(?:,[A-Za-z0-9_.@+-]+)*")
+_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=([^\n]*))?")
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:;/@%+=~^&*()\[\]|!-]+")
-FINAL = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
-}
+FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"}
+FINAL |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 """Final states of a job."""
 AWAY_S = 600.0
 """How long the controller may fail to answer during `wait`."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job requests from Slurm.
+
+    Args:
+        nodes: number of machines.
+        time: the limit in sbatch's format: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`. None
+            takes the partition's.
+        partition: one or several, separated by commas; None takes the default.
+        account: the account to charge; None takes the user's default.
+        grace_period_s: whole seconds for the tasks to save before the time limit, or after a request to stop. Slurm may
+            send its signal a minute early, so `time` must be longer by more than that.
+        options: further options of sbatch in their long form, such as `"--qos=high"` or `"--cpus-per-task=8"`.
+
+    Raises:
+        InputError: a value is malformed, or the launch sets the option itself.
+
+    Example:
+        >>> Allocation(nodes=2, options=("--wait",))
+        Traceback (most recent call last):
+        tfgpu.errors.InputError: sbatch's --wait cannot be set here. Use --wait without --sbatch. Received: '--wait'.
+    """
+
+    nodes: int = 1
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    grace_period_s: int = 60
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "grace_period_s"):
+            whole_number(name, getattr(self, name), maximum=65535)
+        for name in ("partition", "account"):
+            value = getattr(self, name)
+            if value is not None and not _NAME.fullmatch(value):
+                raise InputError(f"`{name}` must be a name as Slurm shows it, without spaces. Received: {value!r}.")
+        for option in self.options:
+            _check_option(option, given=[name for name in ("time", "partition", "account") if getattr(self, name)])
+
+
+def _check_option(option: str, *, given: list[str]) -> None:
+    match = _OPTION.fullmatch(option)
+    if not match:
+        raise InputError(f"sbatch options must be in their long form, such as '--qos=high'. Received: {option!r}.")
+    if match[1] in OWN:
+        raise InputError(f"sbatch's --{match[1]} cannot be set here. {OWN[match[1]]} Received: {option!r}.")
+    if match[1] in given:
+        raise InputError(f"--{match[1]} is given twice. Received: {option!r} as well.")
 
 
 @dataclass(frozen=True)
@@ -113,11 +171,8 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     lines += [_directive(option) for option in _options(job, allocation, logs)]
     lines += ["", *(_export(name, value) for name, value in _variables(job).items())]
     program = [sys.executable, "-m", "tfgpu.launch.slurm.batch_job", f"--logs={logs}"]
-    options = [
-        f"--max-restarts={job.max_restarts}",
-        f"--grace-period={allocation.grace_period_s}",
-        f"--heartbeat-timeout={job.heartbeat_timeout_s:g}",
-    ]
+    options = [f"--max-restarts={job.max_restarts}", f"--grace-period={allocation.grace_period_s}"]
+    options.append(f"--heartbeat-timeout={job.heartbeat_timeout_s:g}")
     lines += ["", "# Starts the tasks with srun, and restarts them after a failure or preemption."]
     lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]
     lines.append(f"    {shlex.join((job.script, *job.arguments))}")
@@ -145,9 +200,8 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     file = logs / f"{Path(job.script).stem}.sbatch"
     atomic.write_text(file, text)
     secrets = {name: value for name, value in job.environment.items() if is_secret(name)}
-    done = subprocess.run(
-        [sbatch, "--parsable", str(file)], env={**os.environ, **secrets}, capture_output=True, text=True
-    )
+    environment = {**os.environ, **secrets}
+    done = subprocess.run([sbatch, "--parsable", str(file)], env=environment, capture_output=True, text=True)
     if done.returncode:
         kind = MachineError if "ontact" in done.stderr and "controller" in done.stderr else InputError
         raise kind(f"Slurm rejected {file}: {' '.join(done.stderr.split())}")
@@ -197,21 +251,16 @@ def in_step() -> bool:
     return "SLURM_PROCID" in os.environ and step.isdecimal() and int(step) < 0xFFFFFFF0
 
 
-def _tasks(job: Job) -> int:
-    """Processes in all: with parameter servers there is a chief besides the workers."""
-    return job.workers + (job.parameter_servers + 1 if job.parameter_servers else 0)
-
-
 def _options(job: Job, allocation: Allocation, logs: Path) -> list[str]:
-    tasks = _tasks(job)
-    if tasks < allocation.nodes:
-        raise InputError(
-            f"{allocation.nodes} nodes need at least as many processes. Received: {tasks}. Use -n {allocation.nodes}."
-        )
-    options = [f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '_', Path(job.script).stem)}", f"--nodes={allocation.nodes}"]
-    options.append(f"--ntasks={tasks}")
-    if tasks % allocation.nodes == 0:
-        options.append(f"--ntasks-per-node={tasks // allocation.nodes}")
+    # With parameter servers there is a chief besides the workers.
+    tasks = job.workers + (job.parameter_servers + 1 if job.parameter_servers else 0)
+    nodes = allocation.nodes
+    if tasks < nodes:
+        raise InputError(f"{nodes} nodes need at least as many processes. Received: {tasks}. Use -n {nodes}.")
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(job.script).stem)
+    options = [f"--job-name={name}", f"--nodes={nodes}", f"--ntasks={tasks}"]
+    if tasks % nodes == 0:
+        options.append(f"--ntasks-per-node={tasks // nodes}")
     if job.gpus_per_worker:
         options.append(f"--gpus-per-task={job.gpus_per_worker}")
     for name in ("time", "partition", "account"):

@@ -55,12 +55,12 @@ def run(command: Sequence[str], record: Path, *, grace_period_s: float, heartbea
     asked: list[tuple[float, float]] = []  # in wall-clock time, which nodes share, and monotonic time
     signal.signal(signal.SIGTERM, lambda *_: asked.append((time.time(), time.monotonic())))
     with tempfile.TemporaryDirectory(prefix="tfgpu-") as folder:
-        child = Child(
-            0, list(command), {}, Path(folder) / "heartbeat", heartbeat_timeout_s=heartbeat_timeout_s, is_captured=False
-        )
+        options = {"heartbeat_timeout_s": heartbeat_timeout_s, "is_captured": False}
+        child = Child(0, list(command), {}, Path(folder) / "heartbeat", **options)
         child.start()
         code = _supervise(child, asked, grace_period_s)
-    _write(record, Record(code, time.time(), asked[0][0] if asked else None))
+    ended = Record(code, time.time(), asked[0][0] if asked else None)
+    atomic.write_text(record, json.dumps(asdict(ended)))  # The job reads it on another machine.
     return 0 if asked else code
 
 
@@ -82,10 +82,6 @@ def _supervise(child: Child, asked: Sequence[tuple[float, float]], grace_period_
     return HEARTBEAT_TIMEOUT if is_late else processes.as_exit_code(child.code)
 
 
-def _write(path: Path, record: Record) -> None:
-    atomic.write_text(path, json.dumps(asdict(record)))  # The job reads it on another machine.
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Runs `tfgpu.run SCRIPT ARGUMENTS` as the task that SLURM_PROCID names."""
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.task")
@@ -95,10 +91,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("script", nargs=argparse.REMAINDER)
     given = parser.parse_args(words)
     if not given.records.is_dir():
-        print(
-            f"tfgpu: {given.records} does not exist on this node. Give --logs a folder that all nodes share.",
-            file=sys.stderr,
-        )
+        words = f"tfgpu: {given.records} does not exist on this node. Give --logs a folder that all nodes share."
+        print(words, file=sys.stderr)
         return WRONG_INPUT
     command = [sys.executable, "-m", "tfgpu.run", *given.script]
     record = given.records / f"{os.environ['SLURM_PROCID']}.json"

@@ -15,7 +15,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from typing import Any
 
 from tfgpu.errors import MachineError
-from tfgpu.launch.functions.links import EngineLink
+from tfgpu.launch.functions.relay import EngineLink
 
 GONE = "Its Spark task is gone: the executor was lost or the task was killed."
 _LOOK_S = 0.05
@@ -74,9 +74,8 @@ class TaskListener:
         try:
             self._listener = socket.create_server(("", port))
         except OSError as error:
-            raise MachineError(
-                f"Cannot listen on port {port} for the Spark tasks: {error.strerror}. Give another `driver_port`."
-            ) from error
+            why = f"Cannot listen on port {port} for the Spark tasks: {error.strerror}."
+            raise MachineError(f"{why} Give another `driver_port`.") from error
         self.address = (host, self._listener.getsockname()[1])
         self._links, self._callers = links, []
         threading.Thread(target=self._accept, name="tfgpu-listener", daemon=True).start()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu.errors import InputError, MachineError, required, unknown
-from tfgpu.launch.spark.row_assignment import RowAssignment
+from tfgpu.launch.spark.frame import RowAssignment
 
 Columns = str | Sequence[str] | Mapping[str, object]
 
@@ -83,10 +83,8 @@ class SparkData:
             numbers = numbers.shuffle(self.steps, seed=seed, reshuffle_each_iteration=True)
         if strategy is None or not replication.spans_processes(strategy):
             if self.assignment.workers > 1:
-                raise InputError(
-                    f"This job has {self.assignment.workers} workers: pass the model's strategy to `batches`. It must "
-                    f"be a multi-worker strategy. Received: strategy={strategy!r}."
-                )
+                why = f"This job has {self.assignment.workers} workers: pass the model's strategy to `batches`."
+                raise InputError(f"{why} It must be a multi-worker strategy. Received: strategy={strategy!r}.")
             return numbers.map(reader.whole(prepare), tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
         devices = len(strategy.extended.worker_devices)
         if devices != self.assignment.devices:
@@ -144,23 +142,20 @@ class _Reader:
         import tensorflow as tf
 
         leaves = tf.nest.flatten(self._like)
-        found = tf.numpy_function(
-            lambda *numbers: tf.nest.flatten(read(*map(int, numbers))),
-            numbers,
-            [tf.as_dtype(leaf.dtype) if leaf.dtype != object else tf.string for leaf in leaves],
-            stateful=False,
-        )
+        types = [tf.as_dtype(leaf.dtype) if leaf.dtype != object else tf.string for leaf in leaves]
+        found = tf.numpy_function(lambda *at: tf.nest.flatten(read(*map(int, at))), numbers, types, stateful=False)
         for tensor, leaf in zip(found, leaves, strict=True):
             tensor.set_shape([None, *leaf.shape[1:]])
         return tf.nest.pack_sequence_as(self._like, found)
 
     def _batch(self, number: int):
-        first, count = number * self._assignment.global_batch, self._assignment.size(number)
-        return self._arrays(first, count)
+        return self._arrays(number * self._assignment.global_batch, self._assignment.size(number))
 
     def _piece(self, batch: int, at: int):
         """The rows of a piece; if it is empty, this worker's first row stands in."""
-        first, count = self._local(batch, at)
+        before = [p for p in self._assignment.pieces_of(self._rank) if p < at]
+        first = self._assignment.rows_of(self._rank, batch) + sum(self._assignment.piece(batch, p)[1] for p in before)
+        count = self._assignment.piece(batch, at)[1]
         return self._arrays(first, count) if count else self._arrays(0, 1)
 
     def _place(self, batch, at):
@@ -169,12 +164,6 @@ class _Reader:
         first, count = self._assignment.piece(int(batch), int(at))
         offset = first - int(batch) * self._assignment.global_batch if count else 0
         return tuple(np.array(v, np.int32) for v in (count, offset, self._assignment.size(int(batch))))
-
-    def _local(self, batch: int, at: int) -> tuple[int, int]:
-        """First row of a piece, counted in this worker's file, and its number of rows."""
-        before = [p for p in self._assignment.pieces_of(self._rank) if p < at]
-        first = self._assignment.rows_of(self._rank, batch) + sum(self._assignment.piece(batch, p)[1] for p in before)
-        return first, self._assignment.piece(batch, at)[1]
 
     def _arrays(self, first: int, count: int) -> tuple:
         columns = self._table.rows(first, count)
@@ -225,10 +214,8 @@ def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
         if writer is not None:
             writer.close()
     except OSError as error:
-        raise MachineError(
-            f"Cannot keep this worker's rows in {folder}: {error}. Set `spark.local.dir` to a larger disk, or use "
-            "more workers."
-        ) from error
+        why = f"Cannot keep this worker's rows in {folder}: {error}."
+        raise MachineError(f"{why} Set `spark.local.dir` to a larger disk, or use more workers.") from error
     return path, rows
 
 
@@ -275,9 +262,8 @@ def arrays_of(part, columns):
     arrays = [to_array(columns[name], name) for name in part]
     for name, array in zip(part, arrays, strict=True):
         if array.dtype == object:
-            raise InputError(
-                f"Column {name!r} holds strings, which cannot be combined with numbers. Pass it separately."
-            )
+            why = f"Column {name!r} holds strings, which cannot be combined with numbers."
+            raise InputError(f"{why} Pass it separately.")
     flat = [array.reshape(len(array), -1).astype(np.float32) for array in arrays]
     return np.concatenate(flat, axis=1)
 
@@ -304,10 +290,8 @@ def to_array(column, name: str):
     if arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind):
         return np.array(values.to_pylist(), object).reshape(shape)
     if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
-        raise InputError(
-            f"Column {name!r} has the type {kind}. Expected numbers, booleans, strings, bytes, or lists of numbers. "
-            "Convert a Spark ML vector with `pyspark.ml.functions.vector_to_array`."
-        )
+        why = f"Column {name!r} has the type {kind}. Expected numbers, booleans, strings, bytes, or lists of numbers."
+        raise InputError(f"{why} Convert a Spark ML vector with `pyspark.ml.functions.vector_to_array`.")
     array = values.to_numpy(zero_copy_only=False).reshape(shape)
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
@@ -327,8 +311,7 @@ def _without_lists(column, name: str) -> tuple:
             return values, shape
         lengths = np.unique(np.diff(values.offsets.to_numpy()))
         if len(lengths) > 1:
-            raise InputError(
-                f"The lists in column {name!r} must have the same length. Received: {lengths[0]} to {lengths[-1]}."
-            )
+            why = f"The lists in column {name!r} must have the same length."
+            raise InputError(f"{why} Received: {lengths[0]} to {lengths[-1]}.")
         shape.append(int(lengths[0]) if len(lengths) else 0)
         values = values.flatten()

@@ -19,8 +19,7 @@ from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.spark import channel
 from tfgpu.launch.spark import data as spark_data
-from tfgpu.launch.spark.frame import ordered, repartitioned, to_frame
-from tfgpu.launch.spark.row_assignment import RowAssignment
+from tfgpu.launch.spark.frame import RowAssignment, ordered, repartitioned, to_frame
 
 _LOOK_S = 0.2
 _LINES = 20
@@ -104,18 +103,11 @@ def spark_job(
     if not callable(train):
         raise InputError(f"`train` must be a function of a `SparkData`. Received: {train!r}.")
     global_batch = whole_number("global_batch", global_batch)
-    work = work_of(
-        train,
-        arguments,
-        workers=workers,
-        gpus_per_worker=gpus_per_worker or None,  # None: all that Spark assigns to the task
-        max_restarts=max_restarts,
-        startup_timeout_s=startup_timeout_s,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        grace_period_s=grace_period_s,
-        logs=logs,
-        environment=environment,
-    )
+    settings = {"max_restarts": max_restarts, "logs": logs, "environment": environment}
+    settings |= {"startup_timeout_s": startup_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
+    # None: all GPUs that Spark assigns to the task
+    settings |= {"workers": workers, "gpus_per_worker": gpus_per_worker or None}
+    work = work_of(train, arguments, grace_period_s=grace_period_s, **settings)
     frame = to_frame(sql, data)
     _wait_for_slots(frame.sparkSession, workers, startup_timeout_s)
     with ordered(frame, shuffle_seed) as (rows, counts):
@@ -133,8 +125,7 @@ def pyspark_sql():
     Raises:
         InputError: Spark is not installed.
     """
-    need, fix = "`spark_job` needs Spark", "Run: pip install 'tfgpu[spark]'"
-    sql = required("pyspark.sql", need, fix)
+    sql = required("pyspark.sql", "`spark_job` needs Spark", "Run: pip install 'tfgpu[spark]'")
     spark_data.pyarrow()
     return sql
 
@@ -142,10 +133,8 @@ def pyspark_sql():
 def _check(assignment: RowAssignment) -> None:
     for name, count in (("rows", assignment.rows), ("global_batch", assignment.global_batch)):
         if count < assignment.replicas:
-            raise InputError(
-                f"Each of the {assignment.replicas} replicas needs a row of the first batch. Received: {name}={count}. "
-                "Use fewer workers."
-            )
+            why = f"Each of the {assignment.replicas} replicas needs a row of the first batch."
+            raise InputError(f"{why} Received: {name}={count}. Use fewer workers.")
 
 
 def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
@@ -163,9 +152,7 @@ def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _connected(
-    shares, work: Work, assignment: RowAssignment, port: int, attempt: int
-) -> Iterator[list[channel.SparkLink]]:
+def _connected(shares, work: Work, assignment: RowAssignment, port: int, attempt: int) -> Iterator[Sequence]:
     """Runs the barrier stage, whose tasks connect, and ends it."""
     spark = shares.sparkSession
     if attempt > 1:
@@ -177,9 +164,8 @@ def _connected(
             yield links
         finally:
             stage.end(work.grace_period_s)
-            listener.wait(
-                work.grace_period_s + 5
-            )  # Spark reports a stage as done while its tasks are still being ended.
+            # Spark reports a stage as done while its tasks are still being ended.
+            listener.wait(work.grace_period_s + 5)
         _check_python(stage.error)
 
 
@@ -243,7 +229,11 @@ def run_task(spec: TaskSpec, batches: Iterator) -> Iterator:
 
     context, assignment = BarrierTaskContext.get(), spec.assignment
     rank = context.partitionId()
-    folder = Path(tempfile.mkdtemp(prefix="tfgpu-rows-", dir=_local_folder()))
+    # Where Spark keeps its temporary files on this machine; None leaves it to Python.
+    local = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS")
+    folder = Path(tempfile.mkdtemp(prefix="tfgpu-rows-", dir=local.split(",")[0] if local else None))
+    gpus = context.resources().get("gpu")  # The GPUs that Spark assigned to the task, which sees no others.
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses) if gpus else ""}
     try:
         path, rows = spark_data.spool(batches, folder)
         if rows != assignment.rows_of(rank):
@@ -251,24 +241,12 @@ def run_task(spec: TaskSpec, batches: Iterator) -> Iterator:
                 f"Spark gave worker {rank} {rows} rows, but counted {assignment.rows_of(rank)} before: the data "
                 "changes each time it is read. Write it to a table first, or use `DataFrame.checkpoint()`."
             )
-        host = context.getTaskInfos()[rank].address.rpartition(":")[0] or context.getTaskInfos()[rank].address
+        address = context.getTaskInfos()[rank].address
+        host = address.rpartition(":")[0] or address
         with channel.connected(spec.listener, spec.key, rank) as line:
             share = spark_data.SparkData(assignment, rank, str(path))
-            channel.relay(
-                line, Relay(spec.work, rank, host, data=share, environment=_devices(context), folders=[folder])
-            )
+            options = {"data": share, "environment": devices, "folders": [folder]}
+            channel.relay(line, Relay(spec.work, rank, host, **options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return iter(())
-
-
-def _devices(context) -> dict[str, str]:
-    """The GPUs that Spark assigned to the task, which sees no others."""
-    gpus = context.resources().get("gpu")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses) if gpus else ""}
-
-
-def _local_folder() -> str | None:
-    """Where Spark keeps its temporary files on this machine; None leaves it to Python."""
-    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS")
-    return folders.split(",")[0] if folders else None
