@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.core import block_event
 from tfgpu.measure import profile
-from tfgpu.measure.profiling import drawing, writing
+from tfgpu.measure.profiling import writing
 
 
 def augment(x, y):
@@ -36,7 +36,7 @@ def main() -> None:
     cost = min(timeit.repeat(_mark, number=10_000, repeat=5)) / 10_000
     print(f"A marker without a profiler: {cost * 1e6:.2f} µs (the least of 5 times 10,000)")
     for path in sys.argv[1:]:
-        Path(path).write_text(drawing.svg(drawing.timeline(session.report)) + "\n")
+        Path(path).write_text(writing.svg(writing.timeline(session.report)) + "\n")
 
 
 def _mark() -> None:

@@ -19,8 +19,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.measure import profile
 from tfgpu.measure.profiling import trace, verdict
-from tfgpu.measure.profiling.around import Around, Change
-from tfgpu.measure.profiling.hooks import Stage
+from tfgpu.measure.profiling.hooks import Around, Change, Stage
 from tfgpu.measure.profiling.verdict import Report
 
 RECORDED = Path(__file__).with_name("recorded")

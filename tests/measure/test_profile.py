@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.errors import InputError, MachineError
 from tfgpu.measure import profile
-from tfgpu.measure.profiling import targets
+from tfgpu.measure.profiling import session as targets
 from tfgpu.recipes import ready
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +294,7 @@ def test_a_ready_recipe_is_profiled_by_its_name(tmp_path):
 
 
 UNSHARDED = """
-import json, os, pathlib, sys, time
+import dataclasses, json, os, pathlib, sys, time
 import numpy as np, tensorflow as tf, tfgpu
 from tfgpu.measure import profile
 strategy = tfgpu.strategy()
@@ -312,7 +312,7 @@ def step(x):
 with profile(f"{sys.argv[2]}/{rank}", seconds=0.3) as session:
     for number, x in zip(range(60), strategy.distribute_datasets_from_function(make)):
         step(x)
-print(json.dumps([finding.as_json() for finding in session.report.findings]), flush=True)
+print(json.dumps([dataclasses.asdict(finding) for finding in session.report.findings]), flush=True)
 
 
 def wait_for(name):

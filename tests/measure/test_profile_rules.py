@@ -10,19 +10,16 @@ from traces import space, steps
 
 from tfgpu.errors import InputError
 from tfgpu.measure.profiling import (
-    advice,
     findings,
     knobs,
     reading,
-    spans,
+    session,
     stages,
-    targets,
     trace,
     verdict,
     writing,
 )
-from tfgpu.measure.profiling.around import Around, Change
-from tfgpu.measure.profiling.hooks import Stage
+from tfgpu.measure.profiling.hooks import Around, Change, Stage
 from tfgpu.measure.profiling.reading import Shares
 from tfgpu.measure.profiling.session import profile
 from tfgpu.measure.profiling.sorting import uses_tensor_cores
@@ -461,7 +458,7 @@ def test_every_verdict_has_a_fix(events, bound, knob):
     kernels = [("long_kernel", 0, 100, {})]
     report = one_block(*events, kernels=kernels)
     assert report.verdict == bound
-    (found,) = [one for one in report.findings if one.name in (*advice.NAMES, *advice.SPEAKING[bound])]
+    (found,) = [one for one in report.findings if one.name in (*verdict.NAMES, *verdict.SPEAKING[bound])]
     assert found.knob and knob in found.knob and found.share > 1 / 3
     assert found.name in writing.text(report)
 
@@ -485,7 +482,7 @@ pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda p:
 
 @given(pairs, pairs, pairs)
 def test_time_is_divided_without_loss_or_overlap(first, second, third):
-    found = spans.divided({"a": first, "b": second, "c": [*third, (5, 50)]}, 5, 50)
+    found = trace.divided({"a": first, "b": second, "c": [*third, (5, 50)]}, 5, 50)
     owner = {}
     for name, parts in found.items():
         for start, end in parts:
@@ -503,7 +500,7 @@ def test_all_files_are_written_and_can_be_read(tmp_path):
     recorded = tmp_path / "plugins" / "profile" / "1" / "host.xplane.pb"
     recorded.parent.mkdir(parents=True)
     recorded.write_bytes(space(planes).SerializeToString())
-    report = targets.read_trace(tmp_path, tmp_path / "out")
+    report = session.read_trace(tmp_path, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(writing.FILES)
     found = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert found["verdict"] == report.verdict == "compute-bound" and found["shares"]["compute"] == 0.7
@@ -522,7 +519,7 @@ def test_a_broken_trace_is_named(content, said, tmp_path):
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(whole[:-3] if content is None else content)
     with pytest.raises(InputError, match=rf"host\.xplane\.pb {said}"):
-        targets.read_trace(tmp_path, tmp_path / "out")
+        session.read_trace(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -536,7 +533,7 @@ def test_a_file_where_the_folder_goes_is_told_before_anything_is_recorded(tmp_pa
 
 def test_every_rule_has_its_row_in_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "profiling.md").read_text()
-    for name in (*findings.RULES, *advice.NAMES, *reading.PARTS):
+    for name in (*findings.RULES, *verdict.NAMES, *reading.PARTS):
         assert f"| `{name}` |" in page, name
-    for name in ("compute-bound", *verdict.OVERHEADS, *advice.SPEAKING):
+    for name in ("compute-bound", *verdict.OVERHEADS, *verdict.SPEAKING):
         assert f"**{name}**" in page, name

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.callbacks import Checkpoint
 from tfgpu.errors import InputError
-from tfgpu.optim import block_quantization
+from tfgpu.optim import narrow_state
 from tfgpu.parallel import memory_by_device, shard
 from tfgpu.training.optimizers import with_state_dtype
 
@@ -40,9 +40,9 @@ def fit(model, *callbacks, epochs=5):
 def test_a_number_is_rounded_to_the_nearest_of_its_block(is_signed):
     value = DRAW.normal(size=(3, 300)) * 10.0 ** DRAW.uniform(-4, 0, size=(3, 300))
     value = (value if is_signed else value**2).astype("float32")
-    codes, scales = block_quantization.quantize(tf.constant(value), "uint8", is_signed)
-    back = block_quantization.dequantize(codes, scales, is_signed).numpy()
-    table = block_quantization.table(is_signed)
+    codes, scales = narrow_state.quantize(tf.constant(value), "uint8", is_signed)
+    back = narrow_state.dequantize(codes, scales, is_signed).numpy()
+    table = narrow_state.table(is_signed)
     largest = np.repeat(scales.numpy(), 256)[:900].reshape(3, 300)
     nearest = np.abs(table[:, None, None] - value / largest).min(0)
     if is_signed:
@@ -50,10 +50,10 @@ def test_a_number_is_rounded_to_the_nearest_of_its_block(is_signed):
     else:
         assert (back[value > 0] > 0).all()  # Adam divides by it
     assert scales.shape == (4,) and (np.abs(back).max() == np.abs(value).max())
-    zeros = block_quantization.quantize(tf.zeros(5), "uint8", is_signed)
-    assert not block_quantization.dequantize(*zeros, is_signed).numpy().any()
-    codes, scales = block_quantization.quantize(tf.constant(value), "bfloat16", is_signed)
-    np.testing.assert_allclose(block_quantization.dequantize(codes, scales, is_signed), value, rtol=2**-8)
+    zeros = narrow_state.quantize(tf.zeros(5), "uint8", is_signed)
+    assert not narrow_state.dequantize(*zeros, is_signed).numpy().any()
+    codes, scales = narrow_state.quantize(tf.constant(value), "bfloat16", is_signed)
+    np.testing.assert_allclose(narrow_state.dequantize(codes, scales, is_signed), value, rtol=2**-8)
 
 
 @pytest.mark.parametrize(("dtype", "each"), [("int8", 1), ("bfloat16", 2)])

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu import atomic, cli, serving
 from tfgpu.errors import InputError, MachineError
-from tfgpu.serving import examples, placing
+from tfgpu.serving import examples, formats
 
 RNG = np.random.default_rng(0)
 
@@ -404,7 +404,7 @@ def test_a_folder_is_replaced_by_the_new_one_alone(exchanges, tmp_path, monkeypa
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)
-    placing.put(tmp_path / "new", tmp_path / "old")
+    formats.put(tmp_path / "new", tmp_path / "old")
     assert [each.relative_to(tmp_path).as_posix() for each in sorted(tmp_path.rglob("*"))] == ["old", "old/new"]
 
 
@@ -427,7 +427,7 @@ def test_there_is_a_model_at_every_moment(tmp_path):
         for number in range(300):
             (tmp_path / "new").mkdir()
             (tmp_path / "new" / "saved_model.pb").write_text(str(number))
-            placing.put(tmp_path / "new", tmp_path / "made")
+            formats.put(tmp_path / "new", tmp_path / "made")
     finally:
         over.set()
         looks.join()

@@ -1,28 +1,5 @@
 """Keras callbacks of tfgpu; they work in `model.fit` and in `Trainer.fit`."""
 
-from tfgpu.callbacks.averages import EvaluateAverages
-from tfgpu.callbacks.events_file import EventsFile
-from tfgpu.callbacks.finite import SkipNaN, StopOnNaN
-from tfgpu.callbacks.memory import Memory
-from tfgpu.callbacks.metrics_file import MetricsFile
-from tfgpu.callbacks.monitor import Monitor
-from tfgpu.callbacks.progress import Progress
-from tfgpu.callbacks.report import Report
-from tfgpu.callbacks.tasks import Tasks
-from tfgpu.callbacks.tracking import Track
-from tfgpu.checkpoint.callback import Checkpoint
+from tfgpu.lazy import on_first_use
 
-__all__ = [
-    "Checkpoint",
-    "EvaluateAverages",
-    "EventsFile",
-    "Memory",
-    "MetricsFile",
-    "Monitor",
-    "Progress",
-    "Report",
-    "SkipNaN",
-    "StopOnNaN",
-    "Tasks",
-    "Track",
-]
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

@@ -82,10 +82,11 @@ class Monitor(keras.callbacks.Callback):
         if folder is None and (csv or prometheus is True):
             raise InputError("`csv` and `prometheus=True` write files. Received: folder=None. Give a folder.")
         cluster = Cluster.from_environment()
-        self._workers = cluster.size
-        self._worker = max(0, cluster.rank) if worker is None else whole_number("worker", worker, minimum=0)
-        self._every_s = float(every_s)
-        self._places = _places(folder, csv, tensorboard, prometheus, self._worker)
+        worker = max(0, cluster.rank) if worker is None else whole_number("worker", worker, minimum=0)
+        self._settings = {"every_s": float(every_s), "worker": worker, "workers": cluster.size}
+        base = None if folder is None else Path(os.fspath(folder))
+        events = None if tensorboard is None else Path(os.fspath(tensorboard)) / f"monitor-worker{worker}"
+        self._places = _places(base, csv is not False, prometheus, worker, events)
         self._watcher: Watcher | None = None
         self._forgotten: weakref.finalize[[], Monitor] | None = None
         self._fit: threading.Thread | None = None
@@ -115,16 +116,11 @@ class Monitor(keras.callbacks.Callback):
         self._fit, self._run = threading.current_thread(), weakref.ref(run) if run is not None else None
         self._is_traced, self._block_ended, self.epochs = False, None, []
         self._begun, self._counter = time.monotonic(), input_stats.RowCounter(run)
-        self._watcher = Watcher(
-            self._places,
-            begun=self._begun,
-            every_s=self._every_s,
-            worker=self._worker,
-            workers=self._workers,
-            step=_iterations(self.model),
-            computing_s=(lambda: input_stats.computing_s(run)) if run is not None else lambda: None,
-            epochs=self.epochs,
-        )
+        optimizer = getattr(self.model, "optimizer", None)
+        step = 0 if optimizer is None else int(keras.ops.convert_to_numpy(optimizer.iterations))
+        computing_s = (lambda: input_stats.computing_s(run)) if run is not None else lambda: None
+        now = {"begun": self._begun, "step": step, "computing_s": computing_s, "epochs": self.epochs}
+        self._watcher = Watcher(self._places, **self._settings, **now)
         # Without the repairs, a failed `fit` does not notify its callbacks.
         self._forgotten = weakref.finalize(self, self._watcher.stop)
         if run is not None:
@@ -188,16 +184,12 @@ class Monitor(keras.callbacks.Callback):
             self._rows = self._counter.count(self._epoch_steps)
 
 
-def _places(
-    folder: str | Path | None,
-    csv: bool | None,
-    tensorboard: str | Path | None,
-    prometheus: bool | int | str | None,
-    worker: int,
-) -> Places:
-    base = None if folder is None else Path(os.fspath(folder))
-    has_tables = base is not None and csv is not False
-    server = None
+def _places(base: Path | None, has_tables: bool, prometheus: Any, worker: int, events: Path | None) -> Places:
+    server, samples, epochs, text = None, None, None, None
+    if base is not None and has_tables:
+        samples, epochs = base / SAMPLES.format(worker), base / EPOCHS.format(worker)
+    if base is not None and prometheus is True:
+        text = base / PROMETHEUS.format(worker)
     if prometheus is not None and not isinstance(prometheus, bool):
         host, port = prometheus_format.address(prometheus)
         server = host, port + worker if port else 0
@@ -206,15 +198,4 @@ def _places(
                 f"Worker {worker} serves its metrics at port `prometheus` + {worker}, which must be at most 65535. "
                 f"Received: {prometheus!r}. Use 9400."
             )
-    return Places(
-        samples=base / SAMPLES.format(worker) if base is not None and has_tables else None,
-        epochs=base / EPOCHS.format(worker) if base is not None and has_tables else None,
-        prometheus=base / PROMETHEUS.format(worker) if base is not None and prometheus is True else None,
-        server=server,
-        events=Path(os.fspath(tensorboard)) / f"monitor-worker{worker}" if tensorboard is not None else None,
-    )
-
-
-def _iterations(model: keras.Model) -> int:
-    optimizer = getattr(model, "optimizer", None)
-    return int(keras.ops.convert_to_numpy(optimizer.iterations)) if optimizer is not None else 0
+    return Places(samples, epochs, text, server, events)

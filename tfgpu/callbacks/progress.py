@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 
 from tfgpu.callbacks.memory import is_peak
+from tfgpu.launch.functions.reports import report
 
 _REDRAW_S = 0.1  # Ten times a second looks smooth; a faster redraw costs more than a small model's step.
 _HIDDEN = ("epoch_time_s",)
@@ -55,12 +56,11 @@ class Progress(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._done, self._begun = 0, time.perf_counter()
-        if self._bars is None:
-            return
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-        total = self.params.get("steps") or self._steps
-        self._task = self._bars.add_task(self._name(epoch), total=total, metrics="")
+        if self._bars is not None:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            total = self.params.get("steps") or self._steps
+            self._task = self._bars.add_task(self._name(epoch), total=total, metrics="")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._done = batch + 1
@@ -121,3 +121,16 @@ def _item(name: str, value: float) -> str:
     if is_peak(name):
         return f"{name.split('_')[0]} {value / 2**30:.2f} GiB"
     return f"{name} {value:.1%}" if name.endswith("accuracy") else f"{name} {value:.4f}"
+
+
+class Report(keras.callbacks.Callback):
+    """Sends each epoch's logs to `on_progress` of `tfgpu.launch.ray_job` or `spark_job`; elsewhere does nothing.
+
+    Example:
+        model.fit(x, y, epochs=3, callbacks=[tfgpu.callbacks.Report()])
+    """
+
+    every_batch = False
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        report({"epoch": epoch, **(logs or {})})

@@ -20,7 +20,7 @@ from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
 from tfgpu.core.state import parts, training_state
 from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.optim import parameter_groups
-from tfgpu.training.incremental import names, tracing
+from tfgpu.training.incremental import names
 
 _SETTING = "task"
 _BEGUN = "begun"
@@ -159,7 +159,11 @@ class Tasks:
         """
         if self._at is None:
             raise InputError("No task has begun. Call `begin(model)` first.")
-        self._rows.append(_numbers(logs or {}))
+        try:
+            row = {str(name): np.asarray(value, float).tolist() for name, value in (logs or {}).items()}
+        except (AttributeError, TypeError, ValueError):
+            raise InputError(f"`logs` must map names to numbers or lists of numbers. Received: {logs!r}.") from None
+        self._rows.append(row)
         self._at, self._names = self._at + 1, set()
         self._save(model)
 
@@ -172,7 +176,9 @@ class Tasks:
         random = training_state.random_states()
 
         def prepare() -> dict[str, Any]:
-            setting = {"trainable": _trainable(model), "rate": _rate(model), "places": places}
+            layers = {"": model} | names.layers(model)
+            trainable = {name: layer.trainable for name, layer in layers.items()}
+            setting = {"trainable": trainable, "rate": _rate(model), "places": places}
             memory = {"callbacks": {}, "random": random, "random_at_epoch": random, _SETTING: setting}
             if self._disks.is_chief:
                 memory |= self._extra_state.take()
@@ -209,31 +215,15 @@ class Tasks:
             raise InputError(f"{read.position.directory} was not saved by Tasks. Give Tasks its own directory.")
         _put_rate(model, setting["rate"])
         training_state.build_optimizer(model, setting["places"])
-        _put_trainable(model, setting["trainable"])
+        layers = {"": model} | names.layers(model)
+        for name, flag in setting["trainable"].items():  # outer layers first: they set those inside them
+            if name in layers and layers[name].trainable != flag:
+                layers[name].trainable = flag
+                names.retrace(model)
         training_state.restore_state(model, read.arrays, str(read.position.directory))
         self._extra_state.put(read, model)
         self._rows = [dict(row) for row in read.position.history]
         training_state.restore_random_states(read.memory["random"])
-
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return {str(name): np.asarray(value, float).tolist() for name, value in logs.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise InputError(f"`logs` must map names to numbers or lists of numbers. Received: {logs!r}.") from None
-
-
-def _trainable(model: keras.Model) -> dict[str, bool]:
-    """Which layers are trainable; "" is the model itself."""
-    return {"": model.trainable} | {name: layer.trainable for name, layer in names.layers(model).items()}
-
-
-def _put_trainable(model: keras.Model, flags: dict[str, bool]) -> None:
-    layers = {"": model} | names.layers(model)
-    for name, flag in flags.items():  # outer layers first: they set those inside them
-        if name in layers and layers[name].trainable != flag:
-            layers[name].trainable = flag
-            tracing.retrace(model)
 
 
 def _rate(model: keras.Model) -> str | None:
@@ -253,4 +243,4 @@ def _put_rate(model: keras.Model, text: str | None) -> None:
     except (TypeError, ValueError) as error:
         raise InputError(f"The learning rate schedule cannot be restored ({error}). Set it before `begin`.") from error
     model.optimizer.learning_rate = schedule
-    tracing.retrace(model)
+    names.retrace(model)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import keras
@@ -17,7 +16,7 @@ import numpy as np
 
 from tfgpu import atomic
 from tfgpu.core import step_blocks
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, required, unknown
 from tfgpu.redact import Cleaner
 from tfgpu.repairs import saving
 
@@ -70,7 +69,10 @@ class Track(keras.callbacks.Callback):
         check(tracker)
         self._tracker, self._project, self._name = tracker, project, name
         cleaned = Cleaner(os.environ).facts(dict(settings or {}))
-        self._settings = {key: _text(value) for key, value in cleaned.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in cleaned.items()
+        }
+        self._settings = texts
         self._remember = None if remember is None else Path(remember)
         self._is_chief = is_chief
         self._run: _Mlflow | _Wandb | None = None
@@ -82,9 +84,7 @@ class Track(keras.callbacks.Callback):
         self._stays_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         self._stays_open = False
         self._close("finished" if kind is None else "failed" if issubclass(kind, Exception) else "killed")
 
@@ -95,7 +95,7 @@ class Track(keras.callbacks.Callback):
             self._open()
         run = step_blocks.current()
         if run is not None and not self._stays_open:  # Without the repairs, only a `fit` that succeeds ends the run.
-            run.exits.push(lambda kind, error, traceback: self.__exit__(kind, error, traceback))
+            run.exits.push(self.__exit__)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.log(logs or {}, step=epoch + 1)
@@ -111,7 +111,9 @@ class Track(keras.callbacks.Callback):
             values: by name.
             step: the epoch, from 1.
         """
-        numbers = {name: float(np.asarray(value)) for name, value in values.items() if _is_number(value)}
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        scalars = {name: array for name, array in arrays.items() if array.ndim == 0 and array.dtype.kind in "biuf"}
+        numbers = {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
         run, now = self._run, time.time()
         if run is not None and numbers:
             self._send(lambda: run.log(numbers, step, now))
@@ -152,14 +154,15 @@ class Track(keras.callbacks.Callback):
 
     def _send(self, what: Callable[[], None]) -> None:
         assert self._thread is not None
-        self._sent = [each for each in self._sent if not each.done()]
-        self._sent.append(self._thread.submit(self._try, what))
 
-    def _try(self, what: Callable[[], None]) -> None:
-        try:
-            what()
-        except Exception as error:
-            _log.warning("%s did not accept a message: %s. The local files have its values.", self._tracker, error)
+        def send() -> None:
+            try:
+                what()
+            except Exception as error:
+                _log.warning("%s did not accept a message: %s. The local files have its values.", self._tracker, error)
+
+        self._sent = [each for each in self._sent if not each.done()]
+        self._sent.append(self._thread.submit(send))
 
     def _close(self, status: str) -> None:
         if self._run is None or self._thread is None:
@@ -176,8 +179,6 @@ class Track(keras.callbacks.Callback):
 
 class _Mlflow:
     """A tracker's run; `name` is its id there."""
-
-    STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
     def __init__(self, project: str, name: str | None, settings: Mapping[str, str], found: str | None):
         entities = importlib.import_module("mlflow.entities")
@@ -201,7 +202,7 @@ class _Mlflow:
         self._client.log_artifact(self.name, str(file))
 
     def close(self, status: str) -> None:
-        self._client.set_terminated(self.name, self.STATUS[status])
+        self._client.set_terminated(self.name, status.upper())
 
 
 class _Wandb:
@@ -234,16 +235,4 @@ def check(tracker: str) -> None:
     """
     if tracker not in _TRACKERS:
         raise unknown("tracker", tracker, _TRACKERS)
-    try:
-        importlib.import_module(tracker)
-    except ImportError as error:
-        raise InputError(f"{tracker} is not installed ({error}). Run pip install 'tfgpu[track]'.") from None
-
-
-def _is_number(value: object) -> bool:
-    array = np.asarray(value)
-    return array.ndim == 0 and array.dtype.kind in "biuf" and math.isfinite(array)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    required(tracker, f"{tracker} is not installed", "Run pip install 'tfgpu[track]'.")

@@ -2,19 +2,79 @@
 
 import contextlib
 import logging
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tfgpu import atomic
-from tfgpu.callbacks.events_table import EventsTable
 from tfgpu.sensors import Sampler, prometheus
 from tfgpu.sensors.epochs import Epoch, Epochs
 from tfgpu.sensors.limits import input_wait, limit
 from tfgpu.sensors.sample import Sample, Value
 from tfgpu.sensors.table import Table
+
+_NO_CURVES = ("time", "seconds", "epoch", "step")
+
+
+class EventsTable:
+    """Writes samples under `monitor/` by step, and epochs under `monitor_epoch/` by epoch.
+
+    `tf.summary` makes one event per number. One event per sample takes a fraction of a millisecond.
+
+    Args:
+        folder: the run's folder; created with the first row.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._file: BinaryIO | None = None
+
+    def add(self, samples: Iterable[Mapping[str, Value]], epochs: Iterable[Mapping[str, Value]]) -> None:
+        """Writes rows.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        events = [_event("monitor", row, "step") for row in samples]
+        events += [_event("monitor_epoch", row, "epoch") for row in epochs]
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.monitor"
+            self._file = open(self._folder / name, "ab")
+            events.insert(0, event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        writer = RecordWriter(self._file)
+        for event in events:
+            writer.write(event.SerializeToString())
+        writer.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _event(folder: str, row: Mapping[str, Value], step: str) -> event_pb2.Event:
+    values = [
+        summary_pb2.Summary.Value(tag=f"{folder}/{name}", simple_value=float(value))
+        for name, value in row.items()
+        if name not in _NO_CURVES and isinstance(value, int | float)
+    ]
+    moment, at = row.get("time"), row.get(step)
+    return event_pb2.Event(
+        wall_time=moment if isinstance(moment, float) else time.time(),
+        step=int(at) if isinstance(at, int | float) else 0,
+        summary=summary_pb2.Summary(value=values),
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -130,27 +190,24 @@ class Watcher:
             self._server.close()
 
     def _work(self) -> None:
+        following = time.monotonic()
         try:
             with Sampler() as sampler:
-                self._take_all(sampler)
+                while True:
+                    is_last = self._stop.is_set()
+                    begun = time.thread_time()
+                    self._take(sampler)
+                    if is_last:
+                        return
+                    spent = time.thread_time() - begun
+                    self.cost_s += spent
+                    following = max(following + max(self._every_s, _COST * spent), time.monotonic())
+                    self._stop.wait(following - time.monotonic())
         except Exception:  # The monitor must not stop training.
             self._warn("the monitor has ended", exc_info=True)
         finally:
             if self._events:
                 self._try("TensorBoard's events", self._events.close)
-
-    def _take_all(self, sampler: Sampler) -> None:
-        following = time.monotonic()
-        while True:
-            is_last = self._stop.is_set()
-            begun = time.thread_time()
-            self._take(sampler)
-            if is_last:
-                return
-            spent = time.thread_time() - begun
-            self.cost_s += spent
-            following = max(following + max(self._every_s, _COST * spent), time.monotonic())
-            self._stop.wait(following - time.monotonic())
 
     def _take(self, sampler: Sampler) -> None:
         try:
@@ -158,8 +215,8 @@ class Watcher:
         except Exception:
             self._warn("a sample could not be taken", exc_info=True)
             return
-        if sample.gpus or sample.gpu_error:
-            self._say_lost(sample)
+        if sample.gpu_error and (sample.gpus or self._has_begun) and "not found" not in sample.gpu_error.lower():
+            self._warn(f"GPU figures are missing: {sample.gpu_error}")
         row = self._row(sample)
         with self._lock:
             ended, self._ended = self._ended, []
@@ -180,20 +237,18 @@ class Watcher:
             steps, seconds, step = self._timed_steps, self._timed_s, self._step
             self._timed_steps, self._timed_s = 0, 0.0
         step_s = seconds / steps if steps else None
-        wait = input_wait(step_s, self._computing() if step_s else None, [gpu.utilization for gpu in sample.gpus])
+        computing_s = None
+        try:
+            computing_s = self._computing_s() if step_s else None
+        except Exception:
+            self._warn("the wait for data could not be read", exc_info=True)
+        wait = input_wait(step_s, computing_s, [gpu.utilization for gpu in sample.gpus])
         rate = self._rows_per_step / step_s if self._rows_per_step and step_s else None
         # The epochs' clock starts with `fit`, the sampler's later, in its thread.
         row: dict[str, Value] = {"time": sample.time, "seconds": time.monotonic() - self._begun}
         row |= {"epoch": self.epoch, "step": step, "step_time_s": step_s, "examples_per_s": rate, "input_wait": wait}
         row |= {name: value for name, value in sample.row().items() if name not in row}
         return row | {"gpu_energy_j": sample.gpu_energy_j}
-
-    def _computing(self) -> float | None:
-        try:
-            return self._computing_s()
-        except Exception:
-            self._warn("the wait for data could not be read", exc_info=True)
-            return None
 
     def _write(self, samples: list[dict[str, Value]], epochs: Iterable[dict[str, Value]], newest: Sample) -> None:
         if table := self._samples:
@@ -215,10 +270,6 @@ class Watcher:
             write()
         except OSError as error:
             self._warn(f"{what} cannot be written: {error.strerror or error}")
-
-    def _say_lost(self, sample: Sample) -> None:
-        if sample.gpu_error and (sample.gpus or self._has_begun) and "not found" not in sample.gpu_error.lower():
-            self._warn(f"GPU figures are missing: {sample.gpu_error}")
 
     def _warn(self, text: str, exc_info: bool = False) -> None:
         if text not in self._warned:

@@ -74,15 +74,15 @@ def profile(options: Options) -> None:
     if recipe is not None:
         recipes.check(recipe)
     start_tensorflow()
-    targets = imported("tfgpu.measure.profiling.targets")
+    sessions = imported("tfgpu.measure.profiling.session")
     # The script's output must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext():
         if is_script:
-            report = targets.profile_script(path, options.arguments or [], output, whole=options.whole, **window)
+            report = sessions.profile_script(path, options.arguments or [], output, whole=options.whole, **window)
         elif is_recipe:
-            report = targets.profile_recipe(recipe, target, output, **window)
+            report = sessions.profile_recipe(recipe, target, output, **window)
         else:
-            report = targets.read_trace(path, output)
+            report = sessions.read_trace(path, output)
     if not put_json(report.as_json(), as_json=options.as_json, json_to=options.json_to):
         _show(report, output)
 

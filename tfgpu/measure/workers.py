@@ -14,9 +14,8 @@ from tfgpu.data import Data, position
 from tfgpu.data.examples import Examples
 from tfgpu.data.sources import open_source
 from tfgpu.errors import whole_number
-from tfgpu.measure.input import about, reading_of
+from tfgpu.measure.input import Reader, about, drawing, reading_of
 from tfgpu.measure.rates import Rate, alternate, check
-from tfgpu.measure.reading import Reader, drawing
 from tfgpu.recipes import building, runner
 from tfgpu.recipes.recipe import Recipe
 
@@ -153,7 +152,10 @@ def _read_by(what: Recipe, examples: Examples, worker: int, workers: int) -> flo
 
 def _counted(examples: Examples, count: int, loads: Counter) -> Examples:
     """The first examples, each of which records that it is read; nothing is decoded."""
-    kind = tf.uint8 if examples.load is not None else _kind(examples)
+    if examples.load is not None:
+        kind = tf.uint8
+    else:
+        kind = examples.stored().dtype if examples.array is None else tf.as_dtype(examples.array.dtype)
 
     def load(index):
         def note(i):
@@ -165,10 +167,6 @@ def _counted(examples: Examples, count: int, loads: Counter) -> Examples:
 
     own = {"train": np.arange(count)}
     return replace(examples, array=None, stored=None, load=load, where=None, encoded=None, copies=None, own=own)
-
-
-def _kind(examples: Examples) -> tf.DType:
-    return tf.as_dtype(examples.array.dtype) if examples.array is not None else examples.stored().dtype
 
 
 def _stages(examples: Examples, data: Data, workers: int, read: float, opened_s: float):

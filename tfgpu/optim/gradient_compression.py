@@ -35,45 +35,41 @@ class TopK(gradients.GradientExtension):
     """Sums what the replicas send of their gradients, under a strategy with `top_k`."""
 
     def sum(self, update: gradients.Update, parts: list) -> list | None:
+        """The sum of the largest numbers of the replicas' gradients; slices of embeddings are sent whole.
+
+        Args:
+            update: the call of the optimizer; its inner optimizer keeps the residual.
+            parts: this replica's gradients: tensors, slices or None.
+
+        Raises:
+            InputError: gradients are accumulated over several batches, or have unknown shapes.
+        """
         if top_k_of(replication.replica_context().strategy) is None:
             return None
-        return sum_largest(update, parts)
+        inner = update.inner
+        if inner.gradient_accumulation_steps:
+            raise InputError(
+                f"`top_k` does not apply with gradient_accumulation_steps={inner.gradient_accumulation_steps}: its "
+                "residual already accumulates. Remove one of them, or use `reduce_dtype`."
+            )
+        places = [at for at, gradient in enumerate(parts) if tf.is_tensor(gradient) and gradient.dtype.is_floating]
+        found = collectives.sum_gradients([None if at in places else gradient for at, gradient in enumerate(parts)])
+        if not places:
+            return found
+        dense = [parts[at] for at in places]
+        sizes = [gradient.shape.num_elements() for gradient in dense]
+        if None in sizes:
+            raise InputError("`top_k` needs gradients of known shapes. Use `reduce_dtype`.")
+        key = tuple(getattr(update.variables[at], "path", update.variables[at].name) for at in places)
+        scale = tf.cast(gradient_weights.loss_scale_of(update.optimizer), tf.float32)
+        flat = tf.concat([tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in dense], 0) / scale
+        total = tf.split(_exchange(flat, sizes, _residual(inner, key, sum(sizes))) * scale, sizes)
+        for at, gradient, value in zip(places, dense, total, strict=True):
+            found[at] = tf.cast(tf.reshape(value, gradient.shape), gradient.dtype)
+        return found
 
 
 extensions.gradient_extensions.register(TopK(), order=20)
-
-
-def sum_largest(update: gradients.Update, parts: list) -> list:
-    """The sum over replicas of the largest numbers of their gradients; slices of embeddings are sent whole.
-
-    Args:
-        update: the call of the optimizer; its inner optimizer keeps the residual.
-        parts: this replica's gradients: tensors, slices or None.
-
-    Raises:
-        InputError: gradients are accumulated over several batches, or have unknown shapes.
-    """
-    inner = update.inner
-    if inner.gradient_accumulation_steps:
-        raise InputError(
-            f"`top_k` does not apply with gradient_accumulation_steps={inner.gradient_accumulation_steps}: its "
-            "residual already accumulates. Remove one of them, or use `reduce_dtype`."
-        )
-    places = [at for at, gradient in enumerate(parts) if tf.is_tensor(gradient) and gradient.dtype.is_floating]
-    found = collectives.sum_gradients([None if at in places else gradient for at, gradient in enumerate(parts)])
-    if not places:
-        return found
-    dense = [parts[at] for at in places]
-    sizes = [gradient.shape.num_elements() for gradient in dense]
-    if None in sizes:
-        raise InputError("`top_k` needs gradients of known shapes. Use `reduce_dtype`.")
-    key = tuple(getattr(update.variables[at], "path", update.variables[at].name) for at in places)
-    scale = tf.cast(gradient_weights.loss_scale_of(update.optimizer), tf.float32)
-    flat = tf.concat([tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in dense], 0) / scale
-    total = tf.split(_exchange(flat, sizes, _residual(inner, key, sum(sizes))) * scale, sizes)
-    for at, gradient, value in zip(places, dense, total, strict=True):
-        found[at] = tf.cast(tf.reshape(value, gradient.shape), gradient.dtype)
-    return found
 
 
 class ResidualState(training_state.StateProvider):
@@ -89,7 +85,11 @@ class ResidualState(training_state.StateProvider):
     def put_arrays(self, model, arrays: Mapping[str, np.ndarray | ArraySlices]) -> None:
         for name, optimizer in training_state.optimizers(model).items():
             saved = [arrays[key] for key in sorted(arrays) if key.startswith(f"residual/{name}/")]
-            restore_residuals(model.distribute_strategy, optimizer, saved)
+            slots.of(_inner(optimizer)).saved_residuals = saved  # one that is not made yet gets its value then
+            for at, residual in enumerate(residuals(optimizer)):
+                shape = (model.distribute_strategy.num_replicas_in_sync, *residual.shape)
+                found = saved[at] if at < len(saved) else np.zeros(shape, "float32")
+                replica_values.assign(model.distribute_strategy, residual, found, "sum")
 
 
 extensions.state_providers.register(ResidualState())
@@ -98,20 +98,6 @@ extensions.state_providers.register(ResidualState())
 def residuals(optimizer) -> list[tf.Variable]:
     """What each replica has not sent yet, in the order in which the residuals were made."""
     return list(slots.get(_inner(optimizer), "residuals", {}).values())
-
-
-def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[np.ndarray | ArraySlices]) -> None:
-    """Restores an optimizer's residuals; one that is not made yet gets its value when it is made.
-
-    Args:
-        strategy: the model's.
-        optimizer: with or without loss scaling.
-        saved: float32 [replicas, numbers] for each residual; those that are missing start from zero.
-    """
-    slots.of(_inner(optimizer)).saved_residuals = list(saved)
-    for at, residual in enumerate(residuals(optimizer)):
-        found = saved[at] if at < len(saved) else np.zeros((strategy.num_replicas_in_sync, *residual.shape), "float32")
-        replica_values.assign(strategy, residual, found, "sum")
 
 
 def _inner(optimizer):

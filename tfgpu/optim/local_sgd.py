@@ -147,15 +147,12 @@ class Averager(Updates):
         with tf.init_scope(), self._strategy.scope():
             self._rows = _own_variable([])
             if settings.outer is not None:
-                self._make_outer()
-
-    def _make_outer(self) -> None:
-        if not self._inner.built:
-            raise InputError("`outer` needs a model that is built before it trains. Give it a keras.Input.")
-        self.outer = self._settings.outer()
-        self.outer.build(optimizers.trained(self._inner))
-        gradients.count_on_every_replica(self.outer)
-        self._anchors = [_own_variable(v.shape, v.dtype) for v in optimizers.trained(self._inner)]
+                if not self._inner.built:
+                    raise InputError("`outer` needs a model that is built before it trains. Give it a keras.Input.")
+                self.outer = settings.outer()
+                self.outer.build(optimizers.trained(self._inner))
+                gradients.count_on_every_replica(self.outer)
+                self._anchors = [_own_variable(v.shape, v.dtype) for v in optimizers.trained(self._inner)]
 
     @property
     def has_local_forward(self) -> bool:
@@ -209,7 +206,8 @@ class Averager(Updates):
         """Counts steps that have run."""
         period = self._settings.every * self._batches
         rounds, self.since = divmod(self.since + steps, period)
-        self._count_rounds(rounds, is_whole=False)
+        if rounds:
+            self._count_rounds(rounds, is_whole=False)
 
     def settle(self) -> None:
         """As the function of this name, unconditionally."""
@@ -226,8 +224,7 @@ class Averager(Updates):
 
     def _count_rounds(self, rounds: int, *, is_whole: bool) -> None:
         self.rounds += rounds
-        if rounds:
-            self.sent_bytes += rounds * self.sent[is_whole].bytes
+        self.sent_bytes += rounds * self.sent[is_whole].bytes
 
     def _settled(self) -> tf.Tensor:
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=READ_TIMEOUT_S)
@@ -239,11 +236,14 @@ class Averager(Updates):
 
     def _average(self, *, is_whole: bool, options=None) -> tf.Tensor:
         """Within a replica: replaces its copies with the average over replicas."""
-        trained = _unique(v for o in self._optimizers.values() for v in optimizers.trained(_inner_of(o)))
+        inner = [getattr(o, "inner_optimizer", o) for o in self._optimizers.values()]
+        trained = _unique(v for o in inner for v in optimizers.trained(o))
         others = [v for v in self._assigned.values() if tf.as_dtype(v.dtype).is_floating]
-        if is_whole:
-            others += [v for o in self._optimizers.values() for v in _states_of(o)]
-        others = [v for v in _unique(others) if v.synchronization != "on_read" and not _is_in(v, trained)]
+        if is_whole:  # slots and moving averages; the learning rate and integers are equal on all replicas
+            rates = {id(optimizers.learning_rate(o)) for o in inner}
+            others += [v for o in inner for v in o.variables if tf.as_dtype(v.dtype).is_floating and id(v) not in rates]
+        known = {id(v) for v in trained}
+        others = [v for v in _unique(others) if v.synchronization != "on_read" and id(v) not in known]
         variables = trained + others
         with traffic.metering() as self.sent[is_whole]:
             means = self._means(variables, options)
@@ -259,7 +259,8 @@ class Averager(Updates):
     def _means(self, variables: list, options) -> list[tf.Tensor]:
         """The average of each variable, weighted by rows; a replica without rows does not count."""
         rows = tf.identity(self._rows)
-        values = [tf.identity(tf.cast(v.value, _wide(v.dtype))) for v in variables]
+        wide = [dtype if dtype.size > 4 else tf.float32 for dtype in (tf.as_dtype(v.dtype) for v in variables)]
+        values = [tf.identity(tf.cast(v.value, dtype)) for v, dtype in zip(variables, wide, strict=True)]
         parts = [tf.math.multiply_no_nan(value, tf.cast(rows, value.dtype)) for value in values]
         *sums, total = collectives.all_reduce([*parts, rows], options)
         return [
@@ -281,18 +282,16 @@ class Averager(Updates):
         return list(zip(lowest + most, tf.unstack(values), strict=True))
 
     def _put_weights(self, trained: list, means: list[tf.Tensor]) -> None:
-        if self.outer is None:
-            for variable, mean in zip(trained, means, strict=False):
-                layer_state.put_own(variable, mean)
-            return
-        changes = {}
-        for variable, anchor in zip(optimizers.trained(self._inner), self._anchors, strict=True):
-            at = next(at for at, v in enumerate(trained) if v is variable)
+        changes, places = {}, {id(v): at for at, v in enumerate(trained)}
+        outer = optimizers.trained(self._inner) if self.outer is not None else []
+        for variable, anchor in zip(outer, self._anchors, strict=True):
+            at = places[id(variable)]
             start = tf.identity(anchor)
             changes[at] = start - tf.cast(means[at], start.dtype)
             layer_state.put_own(variable, start)
-        with step_context.scope(gradients_are_summed=True):
-            self.outer.apply([changes[at] for at in sorted(changes)], [trained[at] for at in sorted(changes)])
+        if changes:
+            with step_context.scope(gradients_are_summed=True):
+                self.outer.apply([changes[at] for at in sorted(changes)], [trained[at] for at in sorted(changes)])
         for at, variable in enumerate(trained):
             if at not in changes:
                 layer_state.put_own(variable, means[at])
@@ -303,28 +302,8 @@ def _own_variable(shape, dtype="float32") -> tf.Variable:
     return tf.Variable(tf.zeros(shape, dtype), trainable=False, aggregation=tf.VariableAggregation.NONE)
 
 
-def _inner_of(optimizer):
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _states_of(optimizer) -> list:
-    """An optimizer's slots and moving averages. The learning rate and integers are equal on all replicas."""
-    inner = _inner_of(optimizer)
-    rate = optimizers.learning_rate(inner)
-    return [v for v in inner.variables if tf.as_dtype(v.dtype).is_floating and v is not rate]
-
-
 def _unique(variables) -> list:
     return list({id(v): v for v in variables}.values())
-
-
-def _is_in(variable, variables: list) -> bool:
-    return any(v is variable for v in variables)
-
-
-def _wide(dtype) -> tf.DType:
-    dtype = tf.as_dtype(dtype)
-    return dtype if dtype.size > 4 else tf.float32
 
 
 @functools.cache

@@ -1,12 +1,17 @@
 """Optimizers that keep their slots in 8 or 16 bits: `with_state_dtype`.
 
-A slot is two variables: the numbers in few bits, of the variable's shape, and a scale per block
-(`block_quantization.py`). The optimizer's own code sees a `NarrowSlot` instead: it is opened before the update of
-a variable, computes in float32, and is rounded once after it. Accumulated gradients and averages stay in float32.
+A slot is two variables: the numbers in few bits, of the variable's shape, and a scale per block of 256, its largest
+magnitude. The optimizer's own code sees a `NarrowSlot` instead: it is opened before the update of a variable, computes
+in float32, and is rounded once after it. Accumulated gradients and averages stay in float32.
+
+In 8 bits a number is the position of the nearest one in a table of 256. The tables are those of dynamic tree
+quantization: the number of leading zeros is an exponent of ten, the bits after it a fraction, so that small numbers and
+large ones have a like relative error (Dettmers et al., 2021, https://arxiv.org/abs/2110.02861).
 """
 
 import contextlib
 import dataclasses
+import functools
 import logging
 
 import keras
@@ -18,9 +23,74 @@ from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
 from tfgpu.core import step_context
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError, unknown
-from tfgpu.optim import block_quantization
-from tfgpu.optim.extended_classes import extended
-from tfgpu.optim.parameter_groups import plain_class
+from tfgpu.optim.parameter_groups import extended, plain_class
+
+BLOCK = 256
+"""How many numbers share a scale."""
+_EXPONENTS = 7
+
+
+@functools.cache
+def table(is_signed: bool) -> np.ndarray:
+    """The 256 numbers of 8 bits, ascending, the largest of which is 1.
+
+    Example:
+        >>> found = table(True)
+        >>> found.shape, float(found[-1]), f"{table(False)[1]:.2e}"
+        ((256,), 1.0, '3.25e-07')
+    """
+    found = [0.0, 1.0]
+    for exponent in range(_EXPONENTS):
+        count = 2 ** (exponent + (0 if is_signed else 1)) + 1
+        edges = np.linspace(0.1, 1.0, count)
+        fractions = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - _EXPONENTS + 1)
+        found += [*fractions, *(-fractions if is_signed else ())]
+    return np.sort(np.array(found, "float32"))
+
+
+def blocks_of(count: int) -> int:
+    """How many blocks so many numbers make."""
+    return -(-count // BLOCK)
+
+
+def quantize(value: tf.Tensor, dtype: str, is_signed: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    """A tensor in few bits.
+
+    Args:
+        value: of any static shape.
+        dtype: of the result: `"uint8"` or `"bfloat16"`.
+        is_signed: whether there are numbers below 0. If not, a number above 0 does not become 0, as it may be divided
+            by.
+
+    Returns:
+        The numbers, of the tensor's shape, and the scales [blocks], float32.
+    """
+    count = value.shape.num_elements()
+    flat = tf.reshape(tf.cast(value, tf.float32), [-1])
+    rows = tf.reshape(tf.pad(flat, [[0, blocks_of(count) * BLOCK - count]]), [-1, BLOCK])
+    scales = tf.reduce_max(tf.abs(rows), 1)
+    normed = tf.reshape(tf.math.divide_no_nan(rows, scales[:, None]), [-1])[:count]
+    if dtype == "bfloat16":
+        return tf.reshape(tf.cast(normed, tf.bfloat16), value.shape), scales
+    numbers = table(is_signed)
+    codes = tf.searchsorted(tf.constant((numbers[:-1] + numbers[1:]) / 2), normed)
+    if not is_signed:
+        codes = tf.where(normed > 0, tf.maximum(codes, 1), codes)
+    return tf.reshape(tf.cast(codes, tf.uint8), value.shape), scales
+
+
+def dequantize(codes: tf.Tensor, scales: tf.Tensor, is_signed: bool) -> tf.Tensor:
+    """The inverse of `quantize`, but for what it has rounded: float32."""
+    count = codes.shape.num_elements()
+    is_table = codes.dtype == tf.uint8
+    if is_table:
+        normed = tf.gather(tf.constant(table(is_signed)), tf.cast(codes, tf.int32))
+    else:
+        normed = tf.cast(codes, tf.float32)
+    flat = tf.pad(tf.reshape(normed, [-1]), [[0, blocks_of(count) * BLOCK - count]])
+    rows = tf.reshape(flat, [-1, BLOCK]) * scales[:, None]
+    return tf.reshape(tf.reshape(rows, [-1])[:count], codes.shape)
+
 
 _log = logging.getLogger(__name__)
 _CODES = {"int8": "uint8", "bfloat16": "bfloat16"}
@@ -81,12 +151,12 @@ class NarrowSlot(variables.VirtualVariable):
     def _stored(self) -> tf.Tensor:
         codes, scales = variables.local_copy(self._codes), variables.local_copy(self._scales)
         with tf.device(codes.device):
-            return block_quantization.dequantize(tf.convert_to_tensor(codes), scales, self._is_signed)
+            return dequantize(tf.convert_to_tensor(codes), scales, self._is_signed)
 
     def _store(self, value: tf.Tensor) -> None:
         codes, scales = variables.local_copy(self._codes), variables.local_copy(self._scales)
         with tf.device(codes.device):
-            found = block_quantization.quantize(value, codes.dtype.name, self._is_signed)
+            found = quantize(value, codes.dtype.name, self._is_signed)
             codes.assign(found[0])
             scales.assign(found[1])
 
@@ -108,7 +178,7 @@ class NarrowState:
             name, count = self.kind.__name__, sum(int(np.prod(slot.shape)) for slot in slots)
             _log.warning(
                 "%s keeps %d slots (%d numbers) in %s, rounded by blocks of %d: training differs from float32's.",
-                name, len(slots), count, self.state_dtype, block_quantization.BLOCK,
+                name, len(slots), count, self.state_dtype, BLOCK,
             )  # fmt: skip
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
@@ -116,7 +186,7 @@ class NarrowState:
         count = int(np.prod(reference_variable.shape))
         if name in _IN_FULL or _whole_size(reference_variable) < SMALLEST or made.dtype != "float32":
             return made
-        blocks = block_quantization.blocks_of(count)
+        blocks = blocks_of(count)
         with variables.shaped_as(reference_variable, (blocks,)):
             scales = super().add_variable_from_reference(reference_variable, name=f"{name}_scale")
         _mark_scales(scales, reference_variable, made)
@@ -228,7 +298,7 @@ def _mark_scales(scales: keras.Variable, reference: keras.Variable, codes: keras
     info = sharded_variable.shard_info(scales)
     if info is None:
         return
-    whole = (block_quantization.blocks_of(_whole_size(reference)),)
+    whole = (blocks_of(_whole_size(reference)),)
     sharding = dataclasses.replace(info.sharding, sizes=whole)
     sharded_variable.set_shard_info(scales, dataclasses.replace(info, sharding=sharding, outer=None))
 
@@ -236,9 +306,9 @@ def _mark_scales(scales: keras.Variable, reference: keras.Variable, codes: keras
 def _make_codes(variable: keras.Variable, dtype: str) -> None:
     """Gives a slot copies of another dtype, on the same devices: what zeros are in few bits."""
     held, none = variables.held(variable), tf.as_dtype(dtype).as_numpy_dtype
-    zero = int(np.searchsorted(block_quantization.table(True), 0.0)) if dtype == "uint8" else 0
-    copies = getattr(held, "values", None) if isinstance(held, tf.distribute.DistributedValues) else [held]
-    made = [distribute.plain_variable(np.full(copy.shape, zero, none), copy.device, variable.name) for copy in copies]
+    zero = int(np.searchsorted(table(True), 0.0)) if dtype == "uint8" else 0
     is_spread = isinstance(held, tf.distribute.DistributedValues)
+    copies = held.values if is_spread else [held]
+    made = [distribute.plain_variable(np.full(copy.shape, zero, none), copy.device, variable.name) for copy in copies]
     variables.set_held(variable, distribute.with_copies(held, made) if is_spread else made[0])
     variables.set_storage_dtype(variable, dtype)

@@ -5,6 +5,7 @@ on another rate. Scaling the gradients would not work: Adam divides by their mag
 scaling and averages happen outside `update_step` and are unaffected; Keras multiplies weight decay by the rate.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -15,7 +16,21 @@ from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
 from tfgpu.core import step_context
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.optim.extended_classes import extended
+
+
+@functools.cache
+def extended(kind: type, mixin: type, *, prefix: str, saved_as: str) -> type:
+    """A subclass of an optimizer's class, the same for the same arguments.
+
+    Args:
+        kind: the class of the optimizer, which the attribute `kind` gives.
+        mixin: what is added; its methods come first.
+        prefix: the class's name is this and that of `kind`.
+        saved_as: the name in saved files, in the package `tfgpu`.
+    """
+    made = type(f"{prefix}{kind.__name__}", (mixin, kind), {"kind": kind, "__module__": mixin.__module__})
+    return keras.saving.register_keras_serializable("tfgpu", saved_as)(made)
+
 
 _decaying = step_context.Slot("parameter_groups.decaying")  # the factor of the group whose weights decay
 
@@ -71,9 +86,9 @@ class ParameterGroups(optimizers.WeightDecayHook):
 
     def get_config(self):
         plain = plain_class(self.kind)
-        saved = (
-            list(map(list, zip(self._paths, self._factor_at, strict=True))) if self.built else list(self.saved_factors)
-        )
+        saved = list(self.saved_factors)
+        if self.built:
+            saved = list(map(list, zip(self._paths, self._factor_at, strict=True)))
         return super().get_config() | {"factors": dict(self.factors), "saved_factors": saved, "kind": plain}
 
     @classmethod
@@ -106,18 +121,21 @@ def _with_factors(kind: type, config: dict, factors: Mapping[str, float]):
     return made
 
 
-def _stock_config(optimizer) -> dict:
-    own = ("factors", "saved_factors", "kind")
-    return {name: value for name, value in optimizer.get_config().items() if name not in own}
+def _config_without(optimizer, *names: str) -> dict:
+    return {name: value for name, value in optimizer.get_config().items() if name not in names}
+
+
+def _regrouped(optimizer: ParameterGroups, factors: Mapping[str, float]):
+    return _with_factors(optimizer.kind, _config_without(optimizer, "factors", "saved_factors", "kind"), factors)
 
 
 def unbuilt_copy(optimizer):
     """A copy of an optimizer that is not built; it can be built on any of the variables that its factors are for."""
     if isinstance(optimizer, LossScaleOptimizer):
-        options = {name: value for name, value in optimizer.get_config().items() if name != "inner_optimizer"}
+        options = _config_without(optimizer, "inner_optimizer")
         return LossScaleOptimizer(unbuilt_copy(optimizer.inner_optimizer), **options)
     if isinstance(optimizer, ParameterGroups):
-        return _with_factors(optimizer.kind, _stock_config(optimizer), optimizer.factors)
+        return _regrouped(optimizer, optimizer.factors)
     return type(optimizer).from_config(optimizer.get_config())
 
 
@@ -133,19 +151,16 @@ def with_factors(optimizer, factors: Mapping[str, float]):
     """
     if isinstance(optimizer, LossScaleOptimizer):
         inner = with_factors(optimizer.inner_optimizer, factors)
-        options = {name: value for name, value in optimizer.get_config().items() if name != "inner_optimizer"}
-        made = LossScaleOptimizer(inner, **options)
+        made = LossScaleOptimizer(inner, **_config_without(optimizer, "inner_optimizer"))
     elif isinstance(optimizer, MultiOptimizer):
         raise InputError(
             "A MultiOptimizer has an optimizer for each group of weights: set the learning rate of each of them."
         )
     elif isinstance(optimizer, ParameterGroups):
-        made = _with_factors(optimizer.kind, _stock_config(optimizer), factors)
+        made = _regrouped(optimizer, factors)
     else:
         made = _with_factors(type(optimizer), optimizer.get_config(), factors)
-    trained = built_on(optimizer)
-    copy_exclusions(optimizer, made, list(zip(trained, trained, strict=True)))
-    if trained:
+    if trained := built_like(optimizer, made):
         made.build(trained)
         copy_state(optimizer, made)
     return made
@@ -167,6 +182,13 @@ def built_on(optimizer) -> list:
     return list(optimizers.trained(inner_of(optimizer))) if optimizer.built else []
 
 
+def built_like(old, new) -> list:
+    """Gives `new`, which is not built yet, the weight decay of `old`; returns the variables of `old`."""
+    trained = built_on(old)
+    copy_exclusions(old, new, list(zip(trained, trained, strict=True)))
+    return trained
+
+
 def copy_exclusions(old, new, pairs: Sequence[tuple]) -> None:
     """Excludes from weight decay in `new` what is excluded in `old`: Keras does not keep it in the configuration.
 
@@ -184,7 +206,8 @@ def copy_state(old, new) -> None:
     If a variable has grown, the new part of its slots keeps its initial value; the new part of its moving average is
     the weight itself.
     """
-    for before, after in zip(_whole(old), _whole(new), strict=True):
+    old_and_new = zip(*(sharded_variable.merged(each.variables) for each in (old, new)), strict=True)
+    for before, after in old_and_new:
         after.assign(grown(before.numpy(), after.numpy()))
     inner = inner_of(new)
     if inner.use_ema:
@@ -230,10 +253,6 @@ def slots_by_variable(optimizer) -> tuple[dict, list]:
                     taken.add(id(item))
                     slots[id(variable)].append(item)
     return slots, [v for v in optimizer.variables if id(v) not in taken]
-
-
-def _whole(optimizer) -> Sequence:
-    return sharded_variable.merged(optimizer.variables)
 
 
 def grown(before: np.ndarray, after: np.ndarray) -> np.ndarray:

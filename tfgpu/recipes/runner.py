@@ -15,9 +15,8 @@ from rich.console import Console
 
 from tfgpu import atomic, precision
 from tfgpu.callbacks import tracking
-from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.memory import Memory
-from tfgpu.callbacks.metrics_file import MetricsFile
+from tfgpu.callbacks.metrics_file import EventsFile, MetricsFile
 from tfgpu.callbacks.monitor import Monitor
 from tfgpu.callbacks.progress import Progress
 from tfgpu.checkpoint.background_writer import Writer

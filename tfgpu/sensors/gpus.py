@@ -56,8 +56,7 @@ class Gpus:
         self._held = contextlib.ExitStack()
         self._nvml: Any = None
         self._watched: dict[str, _Watched] = {}
-        self._count = 0
-        self.error = ""
+        self._count, self.error = 0, ""
         try:
             self._nvml = self._held.enter_context(driver.opened())
             self._look()
@@ -104,9 +103,21 @@ class Gpus:
         handles, lost = driver.handles(nvml)
         self.error = "; ".join(f"GPU {index}: {error}" for index, error in lost.items())
         found = {index: self._made(handle, str(index)) for index, handle in handles.items()}
-        parts = {index: self._slices(index, each.handle) for index, each in found.items()}
+        parts = {
+            index: [
+                self._made(part, f"{index}s{number}", whole=False)
+                for number, part in driver.slices(nvml, each.handle).items()
+            ]
+            for index, each in found.items()
+        }
         if self._shown is not None:
-            parts = self._visible_slices(self._shown, found, parts)
+            # The MIG slices, of each GPU that CUDA_VISIBLE_DEVICES names, or of which it names a slice.
+            uuids = [found[at].uuid if at in found else None for at in range(self._count)]
+            shown, _ = driver.visible(self._shown, uuids)
+            names = tuple(word.strip() for word in self._shown.split(",") if word.strip().startswith("MIG-"))
+            named = {index: [part for part in each if part.uuid.startswith(names)] for index, each in parts.items()}
+            parts = {index: each if index in shown else named[index] for index, each in parts.items()}
+            parts = {index: each for index, each in parts.items() if index in shown or each}
             found = {index: found[index] for index in parts}
         all_of_them = [one for index, each in found.items() for one in (each, *parts[index])]
         # Counters continue with the new handle.
@@ -115,29 +126,15 @@ class Gpus:
                 each.first_mj, each.energy_j, each.before = old.first_mj, old.energy_j, old.before
         self._watched = {each.uuid or each.label: each for each in all_of_them}
 
-    def _visible_slices(
-        self, visible: str, found: dict[int, _Watched], parts: dict[int, list[_Watched]]
-    ) -> dict[int, list[_Watched]]:
-        """The MIG slices, of each GPU that CUDA_VISIBLE_DEVICES names, or of which it names a slice."""
-        shown, _ = driver.visible(visible, [found[at].uuid if at in found else None for at in range(self._count)])
-        names = tuple(word.strip() for word in visible.split(",") if word.strip().startswith("MIG-"))
-        named = {index: [part for part in each if part.uuid.startswith(names)] for index, each in parts.items()}
-        named = {index: each for index, each in named.items() if each}
-        return {index: parts[index] if index in shown else named[index] for index in parts if index in {*shown, *named}}
-
-    def _slices(self, index: int, handle: Any) -> list[_Watched]:
-        slices = driver.slices(self._nvml, handle)
-        return [self._made(part, f"{index}s{number}", whole=False) for number, part in slices.items()]
-
     def _made(self, handle: Any, label: str, whole: bool = True) -> _Watched:
         nvml, ask = self._nvml, driver.asked
         name, uuid = ask(nvml.nvmlDeviceGetName, handle) or "", ask(nvml.nvmlDeviceGetUUID, handle) or ""
-        lanes, generation = ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), None
-        if whole:
-            generation = ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
-        lane = LANE_BYTES_PER_S.get(generation or 0)
+        if not whole:
+            return _Watched(handle, label, name, uuid, whole)
+        lanes = ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
+        lane = LANE_BYTES_PER_S.get(ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
         carried = lane * lanes if lane and lanes else None
-        return _Watched(handle, label, name, uuid, whole, carried, driver.nvlink_rate(nvml, handle) if whole else None)
+        return _Watched(handle, label, name, uuid, whole, carried, driver.nvlink_rate(nvml, handle))
 
     def _read(self, each: _Watched, seconds: float) -> Gpu:
         nvml, handle = self._nvml, each.handle
@@ -149,8 +146,11 @@ class Gpus:
         power = driver.watts(driver.answer(nvml.nvmlDeviceGetPowerUsage, handle))
         reasons = driver.answer(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         links = self._nvlink_counts(handle)
-        sent = _bytes(driver.answer(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
-        received = _bytes(driver.answer(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
+        kilobytes = [
+            driver.answer(nvml.nvmlDeviceGetPcieThroughput, handle, way)
+            for way in (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        ]
+        sent, received = (None if count is None else count * 1024.0 for count in kilobytes)
         most = max((value for value in (sent, received) if value is not None), default=None)
         rates = _rates(each, seconds, links)
         fastest = max((rate for rate in rates if rate is not None), default=None)
@@ -195,23 +195,15 @@ class Gpus:
         nvml = self._nvml
         fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         found = driver.answer(nvml.nvmlDeviceGetFieldValues, handle, [(field, _ALL_LINKS) for field in fields])
-        sent, received = (None if one.nvmlReturn else int(one.value.ullVal) for one in found) if found else (None, None)
-        return sent, received
+        return tuple(None if one.nvmlReturn else int(one.value.ullVal) for one in found) if found else (None, None)
 
 
 def _rates(each: _Watched, seconds: float, links: tuple[int | None, int | None]) -> tuple[float | None, float | None]:
     if each.before is None or seconds <= each.before[0]:
         return None, None
-    passed = seconds - each.before[0]
-    rates = [
-        None if now is None or then is None or now < then else (now - then) * 1024 / passed
-        for now, then in zip(links, each.before[2], strict=True)
-    ]
-    return rates[0], rates[1]
-
-
-def _bytes(kilobytes: int | None) -> float | None:
-    return None if kilobytes is None else kilobytes * 1024.0
+    passed, pairs = seconds - each.before[0], zip(links, each.before[2], strict=True)
+    steps = [None if None in pair or pair[0] < pair[1] else pair[0] - pair[1] for pair in pairs]
+    return tuple(None if step is None else step * 1024 / passed for step in steps)
 
 
 def _words(error: Exception) -> str:

@@ -41,12 +41,12 @@ def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
         >>> limit({"input_wait": 0.02, "gpu0_utilization": 0.97, "gpu0_memory_utilization": 0.3})
         Limit(resource='GPU compute', why='the GPU is busy 97% of the time')
     """
-    wait, cpu, machine = (_number(means.get(name)) for name in ("input_wait", "cpu_share", "machine_cpu_share"))
+    wait, cpu = _number(means.get("input_wait")), _number(means.get("cpu_share"))
     network = _number(means.get("network_share")) if workers > 1 else None
     if _is_from(WAITS, wait):
         more = f"; the cores are {cpu:.0%} busy" if _is_from(BUSY, cpu) else ""
         return Limit("input", f"the step waits for data {wait:.0%} of the time{more}")
-    found = _of_links_and_gpus(means, network) or _of_cores(cpu, machine, _gpus(means, "utilization"), workers, network)
+    found = _of_links_and_gpus(means, network) or _of_cores(means, workers, network)
     is_complete = wait is not None or found.resource == "unknown"
     return found if is_complete else Limit(found.resource, f"{found.why}; the wait for data is unknown")
 
@@ -70,10 +70,10 @@ def _of_links_and_gpus(means: Mapping[str, Value], network: float | None) -> Lim
     return None
 
 
-def _of_cores(
-    cpu: float | None, machine: float | None, gpu: float | None, workers: int, network: float | None
-) -> Limit:
+def _of_cores(means: Mapping[str, Value], workers: int, network: float | None) -> Limit:
     """What limits a step that neither its input, a link nor a GPU does."""
+    cpu, machine = _number(means.get("cpu_share")), _number(means.get("machine_cpu_share"))
+    gpu = _gpus(means, "utilization")
     if cpu is None:
         return Limit("unknown", "the CPU load is not known yet")
     idle = _idle(gpu)
@@ -120,12 +120,8 @@ def input_wait(step_s: float | None, computing_s: float | None, busy: Sequence[f
 def _gpus(means: Mapping[str, Value], name: str) -> float | None:
     """The mean over whole GPUs."""
     ends = f"_{name}"
-    told = [
-        _number(value)
-        for key, value in means.items()
-        if key.startswith("gpu") and key.endswith(ends) and key[3 : -len(ends)].isdecimal()
-    ]
-    known = [value for value in told if value is not None]
+    gpus = [key for key in means if key.startswith("gpu") and key.endswith(ends) and key[3 : -len(ends)].isdecimal()]
+    known = [value for key in gpus if (value := _number(means[key])) is not None]
     return sum(known) / len(known) if known else None
 
 

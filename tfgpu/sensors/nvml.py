@@ -176,7 +176,12 @@ def _gpu(nvml: Any, handle: Any, root: Path) -> dict:
         "slowed_by": slowed_by(asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0),
         "ecc": _ecc(nvml, handle),
         "mig": _mig(nvml, handle),
-        "pcie": _pcie(nvml, handle),
+        "pcie": {
+            "width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            "most_width": asked(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            # The current generation falls while the GPU is idle.
+            "generation": asked(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        },
         "nvlinks": _nvlinks(nvml, handle),
     }
 
@@ -233,20 +238,14 @@ def slices(nvml: Any, handle: Any) -> dict[int, Any]:
     return {index: part for index, part in found.items() if part is not None}
 
 
-def _pcie(nvml: Any, handle: Any) -> dict:
-    questions = {
-        "width": nvml.nvmlDeviceGetCurrPcieLinkWidth,
-        "most_width": nvml.nvmlDeviceGetMaxPcieLinkWidth,
-        "generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # The current one falls while the GPU is idle.
-    }
-    return {name: asked(function, handle) for name, function in questions.items()}
-
-
 def _nvlinks(nvml: Any, handle: Any) -> dict:
     """The numbers of active and of all NVLinks, and the state of the NVLink fabric."""
     states = [asked(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_NVLINKS)]
     known = [each for each in states if each is not None]
-    return {"up": sum(known), "of": len(known), "fabric": _fabric(nvml, handle)}
+    fabric = nvml.c_nvmlGpuFabricInfo_t()  # of NVSwitch
+    asked(nvml.nvmlDeviceGetGpuFabricInfo, handle, ctypes.byref(fabric))
+    state = {1: "not started", 2: "under way", 3: "done"}.get(fabric.state)
+    return {"up": sum(known), "of": len(known), "fabric": state}
 
 
 def nvlink_rate(nvml: Any, handle: Any) -> float | None:
@@ -254,13 +253,6 @@ def nvlink_rate(nvml: Any, handle: Any) -> float | None:
     found = asked(nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
     up = _nvlinks(nvml, handle)["up"] if found and not found[0].nvmlReturn else 0
     return found[0].value.uiVal * 1e6 * up or None if up else None
-
-
-def _fabric(nvml: Any, handle: Any) -> str | None:
-    """The state of the NVLink fabric (NVSwitch); `None` without one."""
-    found = nvml.c_nvmlGpuFabricInfo_t()
-    asked(nvml.nvmlDeviceGetGpuFabricInfo, handle, ctypes.byref(found))
-    return {1: "not started", 2: "under way", 3: "done"}.get(found.state)
 
 
 def _links(nvml: Any, handles: Mapping[int, Any]) -> list[dict]:

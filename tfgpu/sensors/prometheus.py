@@ -25,7 +25,6 @@ _UNITS = (
     ("utilization", "utilization_ratio", 1.0),
     ("input_wait", "input_wait_ratio", 1.0),
 )
-_PLAIN = {"step": "steps_total", "epoch": "epoch", "cores": "cores", "cpu_cores": "cpu_cores"}
 _LEFT_OUT = ("time", "seconds", "gpu_energy_j")  # Prometheus has its own clock, and adds up GPUs itself.
 
 
@@ -84,12 +83,10 @@ class Metrics(Collector):
 
 
 def _named(column: str) -> tuple[str, float]:
-    if column in _PLAIN:
-        return f"tfgpu_{_PLAIN[column]}", 1.0
     for ending, unit, factor in _UNITS:
         if column.endswith(ending):
             return f"tfgpu_{column.removesuffix(ending)}{unit}", factor
-    return f"tfgpu_{column}", 1.0
+    return f"tfgpu_{'steps_total' if column == 'step' else column}", 1.0
 
 
 def address(value: int | str) -> tuple[str, int]:

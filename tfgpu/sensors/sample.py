@@ -1,7 +1,7 @@
 """A sample of a machine, and its conversion to a table row."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Value = float | int | str | None
 
@@ -99,7 +99,7 @@ class Sample:
     network_sent_bytes_per_s: float | None = None
     network_received_bytes_per_s: float | None = None
     network_share: float | None = None
-    gpus: tuple[Gpu, ...] = field(default=())
+    gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
 
     @property
@@ -115,10 +115,9 @@ class Sample:
             >>> Sample(0.0, 1.0, 2.0, gpus=(Gpu("0", power_w=70.0),)).row()["gpu0_power_w"]
             70.0
         """
-        names = [each.name for each in dataclasses.fields(self) if each.name not in ("gpus", "gpu_error")]
-        row: dict[str, Value] = {name: getattr(self, name) for name in names}
+        row: dict[str, Value] = {name: value for name, value in vars(self).items() if name not in ("gpus", "gpu_error")}
         for gpu in self.gpus:
-            row |= {f"gpu{gpu.label}_{name}": value for name, value in dataclasses.asdict(gpu).items() if name in READ}
+            row |= {f"gpu{gpu.label}_{name}": value for name, value in vars(gpu).items() if name in READ}
         return row
 
 

@@ -40,7 +40,9 @@ class Table:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._columns = self._resumed()
         if new := [name for name in row if name not in self._columns]:
-            self._widen([*self._columns, *new])
+            columns, rows = [*self._columns, *new], read(self.path) if self._columns else []
+            atomic.write_text(self.path, _text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+            self._columns = columns
         line = _text(self._columns, [row]).encode()
         # Unbuffered: a buffer would retry the failed write.
         with open(self.path, "r+b", buffering=0) as file:
@@ -64,11 +66,6 @@ class Table:
             os.truncate(self.path, whole)
         first = content[:whole].split(b"\n", 1)[0].decode(errors="replace")
         return next(csv.reader([first]), []) if first else []
-
-    def _widen(self, columns: list[str]) -> None:
-        rows = read(self.path) if self._columns else []
-        atomic.write_text(self.path, _text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        self._columns = columns
 
 
 def read(path: str | Path) -> list[dict[str, Value]]:

@@ -7,8 +7,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import psutil
 from tfgpu.errors import InputError
 from tfgpu.sensors import table
 from tfgpu.sensors.limits import Limit, limit
+from tfgpu.sensors.machine import Sampler
 from tfgpu.sensors.sample import Sample, Value
-from tfgpu.sensors.sampler import Sampler
 
 _FILE = re.compile(r"monitor-worker(\d+)\.csv")
 _LAST = 10
@@ -66,7 +66,7 @@ class View:
     load: float | None = None
     disk_free_bytes: int | None = None
     processes: tuple[Mapping[str, Any], ...] = ()
-    workers: tuple[Worker, ...] = field(default=())
+    workers: tuple[Worker, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns JSON-compatible values."""
@@ -89,19 +89,13 @@ class Viewer:
 
     def look(self) -> View:
         """Returns the current view; rates cover the time since the previous one."""
-        place = self._run if self._run is not None else Path()
         free = None
         with contextlib.suppress(OSError):  # The run may be moved meanwhile.
-            free = psutil.disk_usage(str(place)).free
-        return View(
-            host=socket.gethostname(),
-            sample=self._sampler.read(),
-            cpus=tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True)),
-            load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            disk_free_bytes=free,
-            processes=tuple(self._sampler.gpus.processes()),
-            workers=workers(self._folder) if self._folder is not None else (),
-        )
+            free = psutil.disk_usage(str(self._run or Path())).free
+        sample, load = self._sampler.read(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        cpus = tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True))
+        processes, told = tuple(self._sampler.gpus.processes()), workers(self._folder) if self._folder else ()
+        return View(socket.gethostname(), sample, cpus, load, free, processes, told)
 
 
 def folder_of(run: Path) -> Path:
@@ -133,25 +127,24 @@ def workers(folder: Path, *, now: float | None = None) -> tuple[Worker, ...]:
     """
     now = time.time() if now is None else now
     found = []
-    for path in folder.glob("monitor-worker*.csv") if folder.is_dir() else ():
-        match = _FILE.fullmatch(path.name)
+    for path in folder.glob("monitor-worker*.csv"):
+        if not (match := _FILE.fullmatch(path.name)):
+            continue
+        rows, ended = [], []
         try:
-            rows = table.last(path, _LAST) if match else []
-            ended = table.last(path.with_name(f"monitor-epochs-worker{match[1]}.csv"), 1) if match else []
+            rows = table.last(path, _LAST)
+            ended = table.last(path.with_name(f"monitor-epochs-worker{match[1]}.csv"), 1)
         except FileNotFoundError:  # No epoch has ended yet.
-            ended = []
+            pass
         except OSError:
             continue
-        if match and rows:
+        if rows:
             found.append(_worker(int(match[1]), rows, ended, now))
-    count = len(found)
-    found = [dataclasses.replace(each, limit=limit(each.now, workers=count)) for each in found]
+    found = [dataclasses.replace(each, limit=limit(each.now, workers=len(found))) for each in found]
     return tuple(sorted(found, key=lambda each: each.number))
 
 
-def _worker(
-    number: int, rows: Sequence[Mapping[str, Value]], ended: Sequence[Mapping[str, Value]], now: float
-) -> Worker:
+def _worker(number: int, rows: list[dict[str, Value]], ended: list[dict[str, Value]], now: float) -> Worker:
     means: dict[str, Value] = dict(rows[-1])
     for name in rows[-1]:
         told = [value for row in rows if isinstance(value := row.get(name), float) and math.isfinite(value)]

@@ -4,5 +4,5 @@ from tfgpu.serving.adapters import load_adapters as load_adapters
 from tfgpu.serving.exporting import Exported as Exported
 from tfgpu.serving.exporting import export as export
 from tfgpu.serving.formats import FORMATS as FORMATS
-from tfgpu.serving.running import run as run
+from tfgpu.serving.formats import run as run
 from tfgpu.serving.stock import stock_model as stock_model

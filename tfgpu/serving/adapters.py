@@ -12,7 +12,7 @@ import numpy as np
 from tfgpu.checkpoint import lora_layers
 from tfgpu.errors import InputError, unknown
 from tfgpu.repairs import saving
-from tfgpu.serving import peft, placing
+from tfgpu.serving import formats, peft
 
 FORMATS = ("keras", "peft")
 _FACTS, _ENDING = "tfgpu", ".lora.h5"
@@ -79,7 +79,7 @@ def export_adapters(
         else:
             _write(model, found, made)
         if saving.writes(model):
-            placing.put(made, path)
+            formats.put(made, path)
     return path
 
 
@@ -203,9 +203,6 @@ def _check_free(path: Path, format: str, overwrite: bool) -> None:
         return
     if not overwrite:
         raise InputError(f"{path} exists. Choose another path, or use overwrite=True.")
-    if format == "keras":
-        is_own = path.is_file() and not path.is_symlink()
-    else:
-        is_own = path.is_dir() and {each.name for each in path.iterdir()} <= set(peft.FILES)
-    if not is_own:
+    is_folder = path.is_dir() and {each.name for each in path.iterdir()} <= set(peft.FILES)
+    if not (path.is_file() and not path.is_symlink() if format == "keras" else is_folder):
         raise InputError(f"{path} is not an export of adapters, and is not replaced. Choose another path.")

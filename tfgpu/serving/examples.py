@@ -30,8 +30,8 @@ def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
     known = getattr(model, "inputs", None)
     if example is None:
         if not known:
-            text = "Give `example` (--example FILE) with its input arrays."
-            raise InputError(f"The inputs of {model.name!r} are unknown. {text}")
+            fix = "Give `example` (--example FILE) with its input arrays."
+            raise InputError(f"The inputs of {model.name!r} are unknown. {fix}")
         return {tensor.name: _drawn(model, tensor) for tensor in known}
     if not known:
         return {"args_0" if at == 0 else f"args_0_{at}": plain(v) for at, v in enumerate(keras.tree.flatten(example))}

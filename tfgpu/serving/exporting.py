@@ -15,9 +15,8 @@ from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.zero import sharding
-from tfgpu.serving import examples, placing
-from tfgpu.serving.formats import FORMATS, Format, computes_in, write
-from tfgpu.serving.running import run
+from tfgpu.serving import examples
+from tfgpu.serving.formats import FORMATS, Format, check_path, computes_in, put, run, write
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 
@@ -88,18 +87,22 @@ def export(
     path = Path(path)
     if form.suffix and path.suffix != form.suffix:
         path = path.with_name(path.name + form.suffix)
-    placing.check(path, form, overwrite=overwrite)
+    check_path(path, form, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
         alone = _on_one_device(model, Path(folder))
         inputs = examples.inputs_of(alone, example)
-        expected = _outputs(alone, inputs, example)
+        # Keras's ONNX export also needs a loaded model to be called once.
+        returned = keras.tree.flatten(alone(examples.given_to(alone, inputs, example), training=False))
+        expected = [examples.plain(keras.ops.convert_to_numpy(each)) for each in returned]
         made = Path(folder, path.name)
         write(alone, form, made, None if getattr(alone, "inputs", None) else _signature(example))
         difference = _difference(alone, made, form, inputs, expected) if check else None
-        placing.put(made, path)
+        put(made, path)
     sizes = {tensor.name: tuple(tensor.shape[1:]) for tensor in getattr(alone, "inputs", None) or []}
     shapes = {name: ((None, *sizes.get(name, value.shape[1:])), examples.kind(value)) for name, value in inputs.items()}
-    return Exported(path, format, _size(path), shapes, difference)
+    files = path.rglob("*") if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    return Exported(path, format, size, shapes, difference)
 
 
 def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) -> keras.Model:
@@ -115,23 +118,18 @@ def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) ->
             raise InputError(f"There is no model at {str(model)!r}. Give a .keras file or a run directory.")
     import tfgpu.models  # noqa: F401  registers the layers of tfgpu's builders
 
-    try:
-        return keras.models.load_model(file, compile=False, custom_objects=_classes_of(model))
-    except Exception as error:
-        if isinstance(model, keras.Model) and (not getattr(model, "inputs", None) or _is_on_one_device(model)):
-            return model  # it contains something that cannot be serialized
-        raise InputError(_why_not(file, error)) from error
-
-
-def _classes_of(model: object) -> dict[str, type]:
-    """The classes of a model's custom layers, registered or not."""
+    # Custom layers may be registered or not.
     within = model_graph.layers_within(model).values() if isinstance(model, keras.Model) else ()
-    return {type(each).__name__: type(each) for each in within if not type(each).__module__.startswith("keras.")}
-
-
-def _is_on_one_device(model: keras.Model) -> bool:
-    is_whole = not any(sharded_variable.shard_info(v) or sharding.is_fully_sharded(v) for v in model.weights)
-    return is_whole and model.distribute_strategy.num_replicas_in_sync == 1
+    classes = {type(each).__name__: type(each) for each in within if not type(each).__module__.startswith("keras.")}
+    try:
+        return keras.models.load_model(file, compile=False, custom_objects=classes)
+    except Exception as error:
+        if isinstance(model, keras.Model):
+            is_split = any(sharded_variable.shard_info(v) or sharding.is_fully_sharded(v) for v in model.weights)
+            is_split = is_split or model.distribute_strategy.num_replicas_in_sync > 1
+            if not getattr(model, "inputs", None) or not is_split:
+                return model  # it contains something that cannot be serialized
+        raise InputError(_why_not(file, error)) from error
 
 
 def _why_not(file: Path, error: Exception) -> str:
@@ -164,12 +162,6 @@ def _signature(example: object) -> object:
         return keras.InputSpec(shape=(None, *array.shape[1:]), dtype=examples.kind(array))
 
     return keras.tree.map_structure(spec, example)
-
-
-def _outputs(model: keras.Model, inputs: dict[str, np.ndarray], example: object) -> list[np.ndarray]:
-    """The model's outputs. Keras's ONNX export also needs a loaded model to be called once."""
-    made = model(examples.given_to(model, inputs, example), training=False)
-    return [examples.plain(keras.ops.convert_to_numpy(each)) for each in keras.tree.flatten(made)]
 
 
 def _difference(
@@ -205,8 +197,3 @@ def _distance(mine: np.ndarray, theirs: np.ndarray) -> float:
     finite = np.abs(mine[np.isfinite(mine)])
     largest = float(np.nan_to_num(apart, nan=np.inf).max())
     return largest / max(1.0, float(finite.max(initial=0.0)))
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())

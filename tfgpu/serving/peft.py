@@ -68,19 +68,21 @@ def contents(model: keras.Model, found: Sequence[lora_layers.LoraLayer], base: P
         raise InputError(
             f"{base} has no config.json. Give the folder of Hugging Face that the model was converted from."
         )
-    config, arrays = (
-        json.loads(config_file.read_text()),
-        weight_files.open_safetensors(weight_files.safetensors_in(base)),
-    )
+    config = json.loads(config_file.read_text())
+    arrays = weight_files.open_safetensors(weight_files.safetensors_in(base))
     named = _named(model, found, biases, config_file, arrays)
     kernels, modules, whole = {id(each.layer): each for each in found}, {}, {}
     for kernel, key, hook in named:
         if isinstance(kernel, KernelOf):
-            factors = _factors(kernels[id(kernel.layer)], kernel, hook, arrays[key].shape, _is_turned(config))
+            # GPT-2's weights are (inputs, outputs).
+            is_turned = config.get("model_type") == "gpt2"
+            factors = _factors(kernels[id(kernel.layer)], kernel, hook, arrays[key].shape, is_turned)
             modules.setdefault(_module(key, config), []).append(factors)
         else:
             name = f"{_module(key.removesuffix('.bias'), config)}.base_layer.bias"
-            _put(whole.setdefault(name, np.array(arrays[key])), kernel, hook)
+            array = whole.setdefault(name, np.array(arrays[key]))
+            places = _places(array.shape, hook, kernel.shape)
+            array.reshape(-1)[places.reshape(-1)] = np.asarray(kernel.numpy(), array.dtype).reshape(-1)
     return _files({name: _joined(several) for name, several in modules.items()}, whole, config, base)
 
 
@@ -96,7 +98,8 @@ def _named(model: keras.Model, found: Sequence[lora_layers.LoraLayer], biases: S
         raise InputError(
             "PEFT keeps adapters of embeddings in another way. Use format='keras', or LoRA on other layers."
         )
-    kernels = [KernelOf(each.layer, _kernel_shape(each)) for each in found]
+    pairs = [(each.layer, *each.variables()) for each in found]
+    kernels = [KernelOf(layer, (*a.shape[:-1], b.shape[-1])) for layer, a, b in pairs]
     try:
         named = keras_hub.names_of(*converter, config, arrays, kernels, biases)
     except (KeyError, ValueError) as error:
@@ -132,27 +135,11 @@ def _trained_biases(model: keras.Model, found: Sequence[lora_layers.LoraLayer]) 
     return biases
 
 
-def _put(array: np.ndarray, variable: keras.Variable, hook) -> None:
-    """Gives an array of the folder those numbers that a variable is made of."""
-    places = _places(array.shape, hook, variable.shape)
-    array.reshape(-1)[places.reshape(-1)] = np.asarray(variable.numpy(), array.dtype).reshape(-1)
-
-
-def _kernel_shape(each: lora_layers.LoraLayer) -> tuple[int, ...]:
-    a, b = each.variables()
-    return (*a.shape[:-1], b.shape[-1])
-
-
-def _is_turned(config: Mapping) -> bool:
-    """Whether the weights are (inputs, outputs), as GPT-2's are."""
-    return config.get("model_type") == "gpt2"
-
-
 def _module(key: str, config: Mapping) -> str:
     """The path of the module, in the class that the base's configuration names, whose weight `key` is."""
     architecture = (config.get("architectures") or [""])[0]
-    prefix = "" if architecture.endswith("Model") and not architecture.endswith("LMHeadModel") else None
-    prefix = _PREFIXES.get(config.get("model_type"), "") if prefix is None else prefix
+    is_backbone = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    prefix = "" if is_backbone else _PREFIXES.get(config.get("model_type"), "")
     name = key.removesuffix(".weight")
     return name if name.startswith(prefix) else prefix + name
 
@@ -170,17 +157,16 @@ def _factors(each: lora_layers.LoraLayer, kernel: KernelOf, hook, shape: Sequenc
     if len(shape) != 2:
         raise InputError(f"The weight of {each.layer.path!r} has shape {tuple(shape)}; PEFT's LoRA needs a matrix.")
     places = _places(shape, hook, kernel.shape)
-    first, second = np.divmod(places, shape[1])
-    inputs, outputs = (first, second) if is_turned else (second, first)
-    sizes = {"inputs": shape[0 if is_turned else 1], "outputs": shape[1 if is_turned else 0]}
-    axes = {"inputs": _axes_of(inputs), "outputs": _axes_of(outputs)}
+    names = ("inputs", "outputs") if is_turned else ("outputs", "inputs")  # of the weight's axes
+    coordinates = dict(zip(names, np.divmod(places, shape[1]), strict=True))
+    sizes = dict(zip(names, shape, strict=True))
+    axes = {name: _axes_of(each) for name, each in coordinates.items()}
     if axes["inputs"] & axes["outputs"]:
         raise InputError(
             f"The kernel of {each.layer.path!r} mixes inputs and outputs along an axis. Use format='keras'."
         )
     last = len(kernel.shape) - 1
     side, other = ("inputs", "outputs") if last in axes["inputs"] else ("outputs", "inputs")
-    coordinates = {"inputs": inputs, "outputs": outputs}
     beside, across = sorted(axes[side] - {last}), sorted(set(range(last)) - axes[side])
     a, b = each.values()
     count, rank = int(np.prod([kernel.shape[axis] for axis in beside])), each.rank
@@ -267,7 +253,7 @@ def _files(modules: Mapping[str, Factors], whole: Mapping, config: Mapping, base
         "rank_pattern": {name: each.rank for name, each in modules.items() if each.rank != rank},
         "alpha_pattern": {name: each.alpha for name, each in modules.items() if each.alpha != alpha},
         "target_modules": sorted(modules),
-        "fan_in_fan_out": _is_turned(config),
+        "fan_in_fan_out": config.get("model_type") == "gpt2",
         "bias": "lora_only" if whole else "none",
         "lora_dropout": 0.0,
         "use_rslora": False,

@@ -1,6 +1,5 @@
 """A model made of Keras's own classes alone, which opens where tfgpu is not installed."""
 
-import contextlib
 import json
 import logging
 import os
@@ -83,7 +82,9 @@ def save_stock_model(model: keras.Model, path: str | os.PathLike) -> None:
             made, layers = _copy(model)
         _say_what_stays(made)
         for layer, new in layers:
-            sources |= {id(each): held for each, held in zip(new.weights, _sources(layer), strict=True)}
+            # Variables, the shards of some, or arrays.
+            held = _weights(layer) if isinstance(layer, ClassToken | PositionEmbedding) else merged(layer.weights)
+            sources |= {id(each): value for each, value in zip(new.weights, held, strict=True)}
         if _compile_as(model, made):
             for each in made.trainable_variables:  # an optimizer asks for the identity of a TensorFlow variable
                 variables.set_held(each, tf.Variable(0.0, trainable=False))
@@ -148,17 +149,10 @@ def _compile_as(model: keras.Model, made: keras.Model) -> bool:
 
 def _say_what_stays(made: keras.Model) -> None:
     """Names the classes of tfgpu's that a copy still has."""
-    found = sorted({type(layer).__name__ for layer in layers_within(made).values() if _is_tfgpus(type(layer))})
-    if found:
-        _log.warning(
-            "The file of %r opens only where tfgpu is installed: Keras has no counterpart of %s.",
-            made.name,
-            ", ".join(found),
-        )
-
-
-def _is_tfgpus(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == _OURS
+    kinds = {type(layer) for layer in layers_within(made).values()}
+    if found := sorted(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] == _OURS):
+        text = "The file of %r opens only where tfgpu is installed: Keras has no counterpart of %s."
+        _log.warning(text, made.name, ", ".join(found))
 
 
 def _copy(model: keras.Model) -> tuple[keras.Model, Layers]:
@@ -178,21 +172,14 @@ def _copy(model: keras.Model) -> tuple[keras.Model, Layers]:
         return made
 
     copies: Layers = []
-    with _not_compiled(model):  # `clone_model` would compile the copy of a functional model
+    compiled, model.compiled = model.compiled, False  # `clone_model` would compile the copy of a functional model
+    try:
         cloned = keras.models.clone_model(model, clone_function=clone)
+    finally:
+        model.compiled = compiled
     if isinstance(model, keras.Sequential):
         return keras.Sequential([*cloned.inputs, *cloned.layers], name=model.name), copies
     return keras.Model(cloned.input, cloned.output, name=model.name), copies
-
-
-@contextlib.contextmanager
-def _not_compiled(model: keras.Model) -> Iterator[None]:
-    """Inside the block a model says that it is not compiled."""
-    compiled, model.compiled = model.compiled, False
-    try:
-        yield
-    finally:
-        model.compiled = compiled
 
 
 def _in_keras(layer: keras.layers.Layer) -> keras.layers.Layer:
@@ -219,21 +206,14 @@ def _weights(layer: keras.layers.Layer) -> list[np.ndarray]:
     if isinstance(layer, ClassToken):
         bias = np.zeros(layer.output.shape[1:], layer.token.dtype)
         bias[0] = keras.ops.convert_to_numpy(layer.token)[0, 0]
-        return [np.ones(bias.shape[-1:], bias.dtype), bias]
-    if isinstance(layer, PositionEmbedding):
+    elif isinstance(layer, PositionEmbedding):
         bias = keras.ops.convert_to_numpy(layer.positions)
-        return [np.ones(bias.shape[-1:], bias.dtype), bias]
-    return layer.get_weights()
+    else:
+        return layer.get_weights()
+    return [np.ones(bias.shape[-1:], bias.dtype), bias]
 
 
-def _sources(layer: keras.layers.Layer) -> list:
-    """What holds the weights that the layer's counterpart gets: variables, the shards of some, or arrays."""
-    return _weights(layer) if isinstance(layer, ClassToken | PositionEmbedding) else merged(layer.weights)
-
-
-def _states(
-    optimizer: keras.optimizers.Optimizer, made: keras.optimizers.Optimizer
-) -> Iterator[tuple[keras.Variable, keras.Variable | ShardedVariable]]:
+def _states(optimizer, made) -> Iterator[tuple[keras.Variable, keras.Variable | ShardedVariable]]:
     """Variables of a copy's optimizer, each with the original's; none if they are not alike."""
 
     def state(each):

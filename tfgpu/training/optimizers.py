@@ -60,31 +60,11 @@ class LARS(private_optimizers.WeightDecayHook, keras.optimizers.Optimizer):
         trust: float = 0.001,
         weight_decay: float | None = None,
         exclude: Sequence[str] = (),
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
-        global_clipnorm: float | None = None,
-        use_ema: bool = False,
-        ema_momentum: float = 0.99,
-        ema_overwrite_frequency: int | None = None,
-        loss_scale_factor: float | None = None,
-        gradient_accumulation_steps: int | None = None,
+        *,
         name: str = "lars",
-        **kwargs,
+        **options,
     ):
-        super().__init__(
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            clipnorm=clipnorm,
-            clipvalue=clipvalue,
-            global_clipnorm=global_clipnorm,
-            use_ema=use_ema,
-            ema_momentum=ema_momentum,
-            ema_overwrite_frequency=ema_overwrite_frequency,
-            loss_scale_factor=loss_scale_factor,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            name=name,
-            **kwargs,
-        )
+        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, name=name, **options)
         if not is_number(momentum) or not 0 <= momentum < 1:
             raise InputError(f"`momentum` must be at least 0 and below 1. Received: momentum={momentum!r}.")
         if not is_number(trust) or not trust > 0:
@@ -111,8 +91,7 @@ class LARS(private_optimizers.WeightDecayHook, keras.optimizers.Optimizer):
         rate = ops.cast(learning_rate, variable.dtype)
         if self._scales[at]:
             decay = self.weight_decay or 0.0
-            ratio = self._ratio(variable, gradient, decay)
-            gradient = ratio * (gradient + decay * variable)
+            gradient = self._ratio(variable, gradient, decay) * (gradient + decay * variable)
         step = rate * gradient
         moved = self.momentum * velocity + step
         self.assign(velocity, moved)

@@ -36,9 +36,8 @@ class Perplexity(keras.metrics.Mean):
             sample_weight: [...], or broadcastable to it.
         """
         y_pred = keras.ops.cast(y_pred, self.dtype)
-        values = keras.losses.sparse_categorical_crossentropy(
-            keras.ops.convert_to_tensor(y_true), y_pred, from_logits=self._from_logits
-        )
+        y_true = keras.ops.convert_to_tensor(y_true)
+        values = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=self._from_logits)
         if sample_weight is not None:
             sample_weight = keras.ops.broadcast_to(keras.ops.cast(sample_weight, self.dtype), keras.ops.shape(values))
             sample_weight = keras.ops.reshape(sample_weight, [-1])

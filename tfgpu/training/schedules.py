@@ -11,7 +11,7 @@ update, as with k times the batch size.
 """
 
 import inspect
-import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -168,31 +168,27 @@ def build(
     return built
 
 
+def _warmed(then: Rate, warmup_steps: int) -> Schedule:
+    return Schedule(Warmup(then, warmup_steps) if warmup_steps else then)
+
+
 def _constant(learning_rate: float, total_steps: int, warmup_steps: int) -> Schedule:
-    return Schedule(Warmup(learning_rate, warmup_steps) if warmup_steps else learning_rate)
+    return _warmed(learning_rate, warmup_steps)
 
 
 def _cosine(learning_rate: float, total_steps: int, warmup_steps: int, *, final: float = 0.0) -> Schedule:
     _check_number("final", final, at_least=0.0, at_most=1.0)
+    # Keras starts at the first rate; zero would waste the first update.
+    first = learning_rate / (warmup_steps + 1)
+    warmup = {"warmup_target": learning_rate, "warmup_steps": warmup_steps} if warmup_steps else {}
     decay_steps = total_steps - warmup_steps
-    if not warmup_steps:
-        return Schedule(keras.optimizers.schedules.CosineDecay(learning_rate, decay_steps, alpha=float(final)))
-    return Schedule(
-        keras.optimizers.schedules.CosineDecay(
-            # Keras starts at this rate; zero would waste the first update.
-            learning_rate / (warmup_steps + 1),
-            decay_steps,
-            alpha=float(final),
-            warmup_target=learning_rate,
-            warmup_steps=warmup_steps,
-        )
-    )
+    return Schedule(keras.optimizers.schedules.CosineDecay(first, decay_steps, alpha=float(final), **warmup))
 
 
 def _exponential(learning_rate: float, total_steps: int, warmup_steps: int, *, final: float = 0.01) -> Schedule:
     _check_number("final", final, above=0.0, at_most=1.0)
-    decay = keras.optimizers.schedules.ExponentialDecay(learning_rate, total_steps - warmup_steps, float(final))
-    return Schedule(Warmup(decay, warmup_steps) if warmup_steps else decay)
+    steps = total_steps - warmup_steps
+    return _warmed(keras.optimizers.schedules.ExponentialDecay(learning_rate, steps, float(final)), warmup_steps)
 
 
 def _polynomial(
@@ -200,22 +196,26 @@ def _polynomial(
 ) -> Schedule:
     _check_number("power", power, above=0.0)
     _check_number("final", final, at_least=0.0, at_most=1.0)
-    decay = keras.optimizers.schedules.PolynomialDecay(
-        learning_rate, total_steps - warmup_steps, learning_rate * final, float(power)
-    )
-    return Schedule(Warmup(decay, warmup_steps) if warmup_steps else decay)
+    steps, last = total_steps - warmup_steps, learning_rate * final
+    decay = keras.optimizers.schedules.PolynomialDecay(learning_rate, steps, last, float(power))
+    return _warmed(decay, warmup_steps)
 
 
 def _step(
     learning_rate: float, total_steps: int, warmup_steps: int, *, milestones: Sequence[int] = (), factor: float = 0.1
 ) -> Schedule:
     _check_number("factor", factor, above=0.0, below=1.0)
-    _check_milestones(milestones, warmup_steps, total_steps)
+    listed = list(milestones) if isinstance(milestones, Sequence) and not isinstance(milestones, str) else []
+    are_whole = listed and all(map(is_whole, listed))
+    if not are_whole or listed != sorted(set(listed)) or not warmup_steps < listed[0] <= listed[-1] < total_steps:
+        raise InputError(
+            f"Schedule 'step' needs `milestones`: increasing whole numbers of updates, above warmup_steps="
+            f"{warmup_steps} and below total_steps={total_steps}. Received: milestones={milestones!r}."
+        )
     rates = [learning_rate * factor**passed for passed in range(len(milestones) + 1)]
     # Keras keeps the rate up to and including a boundary.
     bounds = [int(milestone) - warmup_steps - 1 for milestone in milestones]
-    steps = keras.optimizers.schedules.PiecewiseConstantDecay(bounds, rates)
-    return Schedule(Warmup(steps, warmup_steps) if warmup_steps else steps)
+    return _warmed(keras.optimizers.schedules.PiecewiseConstantDecay(bounds, rates), warmup_steps)
 
 
 def _plateau(
@@ -244,51 +244,19 @@ def _plateau(
     _check_number("min_delta", min_delta, at_least=0.0)
     whole_number("cooldown", cooldown, minimum=0)
     _check_number("min_learning_rate", min_learning_rate, at_least=0.0, below=learning_rate)
-    settings = {
-        "monitor": monitor,
-        "mode": mode,
-        "factor": factor,
-        "patience": patience,
-        "min_delta": min_delta,
-        "cooldown": cooldown,
-        "min_lr": min_learning_rate,
-    }
-    return Schedule(learning_rate, (keras.callbacks.ReduceLROnPlateau(**settings),))
+    settings = {"mode": mode, "min_delta": min_delta, "cooldown": cooldown, "min_lr": min_learning_rate}
+    return Schedule(learning_rate, (keras.callbacks.ReduceLROnPlateau(monitor, factor, patience, **settings),))
 
 
-_SCHEDULES = MappingProxyType(
-    {
-        "constant": _constant,
-        "cosine": _cosine,
-        "exponential": _exponential,
-        "plateau": _plateau,
-        "polynomial": _polynomial,
-        "step": _step,
-    }
-)
+_BUILDERS = (_constant, _cosine, _exponential, _plateau, _polynomial, _step)
+_SCHEDULES = MappingProxyType({builder.__name__[1:]: builder for builder in _BUILDERS})
 
 
-def _check_milestones(milestones: object, warmup_steps: int, total_steps: int) -> None:
-    listed = list(milestones) if isinstance(milestones, Sequence) and not isinstance(milestones, str) else []
-    are_whole = listed and all(map(is_whole, listed))
-    if not are_whole or listed != sorted(set(listed)) or not warmup_steps < listed[0] <= listed[-1] < total_steps:
-        raise InputError(
-            f"Schedule 'step' needs `milestones`: increasing whole numbers of updates, above warmup_steps="
-            f"{warmup_steps} and below total_steps={total_steps}. Received: milestones={milestones!r}."
-        )
+_WORDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
 
-def _check_number(
-    name: str,
-    value: object,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    at_least: float = -math.inf,
-    at_most: float = math.inf,
-) -> None:
-    if is_number(value) and above < value < below and at_least <= value <= at_most:
-        return
-    words = {"above": above, "at least": at_least, "below": below, "at most": at_most}
-    limits = " and ".join(f"{word} {limit:g}" for word, limit in words.items() if math.isfinite(limit))
-    raise InputError(f"`{name}` must be a number {limits}. Received: {name}={value!r}.")
+def _check_number(name: str, value: object, **limits: float) -> None:
+    """Checks a number's `limits`, by the names in `_WORDS`."""
+    if not is_number(value) or not all(_WORDS[word](value, limit) for word, limit in limits.items()):
+        said = " and ".join(f"{word.replace('_', ' ')} {limit:g}" for word, limit in limits.items())
+        raise InputError(f"`{name}` must be a number {said}. Received: {name}={value!r}.")

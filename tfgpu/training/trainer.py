@@ -50,19 +50,18 @@ class Trainer:
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains; takes the arguments of `keras.Model.fit` and returns its `History`."""
-        with step_blocks.fixed_steps_per_call(self._steps_per_call):
-            return self._compiled("fit").fit(*args, **kwargs)
+        return self._run("fit", args, kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates; takes the arguments of `keras.Model.evaluate` and returns what it returns."""
-        with step_blocks.fixed_steps_per_call(self._steps_per_call):
-            return self._compiled("evaluate").evaluate(*args, **kwargs)
+        return self._run("evaluate", args, kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predicts; takes the arguments of `keras.Model.predict` and returns what it returns."""
         return self.model.predict(*args, **kwargs)
 
-    def _compiled(self, what: str) -> keras.Model:
+    def _run(self, what: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not self.model.compiled:
             raise InputError(f"The model must be compiled before `{what}`. Call model.compile(optimizer, loss, ...).")
-        return self.model
+        with step_blocks.fixed_steps_per_call(self._steps_per_call):
+            return getattr(self.model, what)(*args, **kwargs)

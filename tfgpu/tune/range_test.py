@@ -20,7 +20,7 @@ from tfgpu.compat import slots
 from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.optim import parameter_groups
-from tfgpu.training.incremental import tracing
+from tfgpu.training.incremental import names
 from tfgpu.training.incremental.continuing import From
 from tfgpu.tune.scaling import rate_text
 
@@ -126,13 +126,13 @@ def learning_rate(
     try:
         if schedule is not None:
             model.optimizer.learning_rate = From(_Rising(lowest, highest, steps), int(optimizer.variables[0].numpy()))
-            tracing.retrace(model)
+            names.retrace(model)
             sweep.assigns = False
         ran_out = _run(model, batches, sweep, steps)
     finally:
         if schedule is not None:
             model.optimizer.learning_rate = schedule
-            tracing.retrace(model)
+            names.retrace(model)
         training_state.restore_state(model, state, "the state before the range test")
         training_state.restore_random_states(random)
         model.reset_metrics()

@@ -8,8 +8,8 @@ import tensorflow as tf
 from tfgpu.callbacks import Tasks
 from tfgpu.errors import InputError
 from tfgpu.training import incremental
+from tfgpu.training.incremental.distilling import ends_in
 from tfgpu.training.incremental.elastic import fisher
-from tfgpu.training.incremental.heads import ends_in
 
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
 Y = np.array([0, 1, 1, 0, 2, 2, 1, 0, 0, 0])

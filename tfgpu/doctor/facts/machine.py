@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfgpu.sensors import nvml
-from tfgpu.sensors.groups import cpu_quota, memory_limit, text_of
+from tfgpu.sensors.machine import cpu_quota, memory_limit, text_of
 
 NVIDIA = "0x10de"
 _DISPLAY = "0x03"

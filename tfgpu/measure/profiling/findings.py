@@ -1,12 +1,11 @@
 """The rules: each is a pure function that finds one problem in a trace, and says what to change."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from tfgpu.measure.profiling import knobs
-from tfgpu.measure.profiling.around import Around, Change
+from tfgpu.measure.profiling.hooks import Around, Change
 from tfgpu.measure.profiling.reading import Shares, Window
 from tfgpu.measure.profiling.sorting import Call, Sorted
 from tfgpu.measure.profiling.stages import InputStage
@@ -51,6 +50,10 @@ class Seen:
         """The spans that begin in the window."""
         return [one for one in spans if self.window.start <= one.start < self.window.end]
 
+    def share_of(self, spans: list) -> float:
+        """How long spans last together, as a share of the window."""
+        return sum(one.end - one.start for one in spans) / max(1, self.window.length)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -71,10 +74,6 @@ class Finding:
     where: str = ""
     share: float | None = None
     figures: dict[str, float | int | str | None] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns JSON-compatible values."""
-        return asdict(self)
 
 
 def judge(seen: Seen) -> tuple[Finding, ...]:
@@ -105,11 +104,8 @@ def slow_map(seen: Seen) -> list[Finding]:
         f"call, {stage.parallel} in parallel, {stage.calls / seen.steps:.3g} calls per step{heavy}."
     )
     figures = {"input_share": share, "call_ms": each_ms, "parallel": stage.parallel, "calls": stage.calls}
-    return [
-        Finding(
-            "slow_map" if is_map else "slow_input", text, _input_knob(stage, where), where or stage.name, share, figures
-        )
-    ]
+    name = "slow_map" if is_map else "slow_input"
+    return [Finding(name, text, _input_knob(stage, where), where or stage.name, share, figures)]
 
 
 def _function_of(stage: InputStage, around: Around) -> tuple[str, str]:
@@ -125,12 +121,11 @@ def _function_of(stage: InputStage, around: Around) -> tuple[str, str]:
 
 
 def _input_knob(stage: InputStage, where: str) -> str:
-    python = [kind for kind, _ in stage.operations if "PyFunc" in kind]
     name = where.split(" ")[0] or "function"
     advice = []
     if stage.kind == "Map":
         advice.append(f"dataset.map({name}, num_parallel_calls=tf.data.AUTOTUNE)")
-    if python:
+    if any("PyFunc" in kind for kind, _ in stage.operations):
         advice.append("write it in TensorFlow: Python (tf.numpy_function, tf.py_function) runs one call at a time")
     if stage.kind.endswith(("Map", "MapAndBatch")):
         advice.append("map before .cache() if it is not random, so that it runs once")
@@ -142,12 +137,11 @@ def _input_knob(stage: InputStage, where: str) -> str:
     return "; ".join(advice) + "."
 
 
-def host_read(seen: Seen) -> list[Finding]:
+def host_read(seen: Seen) -> Iterator[Finding]:
     """Python reads a tensor in each step, and waits for it."""
     places = defaultdict(list)
     for read in seen.inside(seen.found.reads):
         places[read.name].append(read.end - read.start)
-    found = []
     for where, lengths in places.items():
         if seen.window.steps is None or len(lengths) < _READS_A_STEP * seen.steps:
             continue
@@ -156,25 +150,21 @@ def host_read(seen: Seen) -> list[Finding]:
             f"{where} reads a tensor (.numpy(), float(), print) {len(lengths) / seen.steps:.3g} times per step, which "
             f"takes {share:.1%} of the time. "
         )
-        if seen.shares.device:
-            text += "Python launches nothing until it has the value."
-        else:
-            text += "Here that is cheap; with a GPU, Python waits for the value and launches nothing until then."
+        there = "Here that is cheap; with a GPU, Python waits for the value and launches nothing until then."
+        text += "Python launches nothing until it has the value." if seen.shares.device else there
         knob = (
             "accumulate it in a keras.metrics.Mean and read .result() every 100 steps: if step % 100 == 0: "
             "loss.numpy(). Keras's own `fit` reads once per call: use tfgpu.repair_keras() or "
             "compile(steps_per_execution=64)."
         )
-        found.append(Finding("host_read", text, knob, where, share, {"reads_a_step": len(lengths) / seen.steps}))
-    return found
+        yield Finding("host_read", text, knob, where, share, {"reads_a_step": len(lengths) / seen.steps})
 
 
-def retracing(seen: Seen) -> list[Finding]:
+def retracing(seen: Seen) -> Iterator[Finding]:
     """A tf.function is retraced repeatedly."""
     calls = defaultdict(list)
     for call in seen.found.calls:
         calls[call.name].append(call)
-    found = []
     for name, each in calls.items():
         traced = [call for call in each if call.traced]
         is_new = all(call.count == 1 for call in traced)
@@ -187,8 +177,7 @@ def retracing(seen: Seen) -> list[Finding]:
         why, knob = _why(traced, known)
         text = f"{name} was retraced in {len(traced)} of {len(each)} calls, {share:.0%} of their time. {why}"
         figures = {"graphs": len(traced), "calls": len(each), "argument": known[0].argument if known else None}
-        found.append(Finding("retracing", text, knob, name, share, figures))
-    return found
+        yield Finding("retracing", text, knob, name, share, figures)
 
 
 def _why(traced: list[Call], known: list[Change]) -> tuple[str, str]:
@@ -196,10 +185,8 @@ def _why(traced: list[Call], known: list[Change]) -> tuple[str, str]:
         one = known[0]
         text = f"`{one.argument}` changes: {', '.join(one.values)}."
         if one.kind == "python":
-            return (
-                text,
-                f"a Python value is part of the graph. Pass a tensor: {one.argument}=tf.constant({one.argument}).",
-            )
+            knob = f"a Python value is part of the graph. Pass a tensor: {one.argument}=tf.constant({one.argument})."
+            return text, knob
         if one.kind == "shape":
             return text, "@tf.function(reduce_retracing=True); or .batch(n, drop_remainder=True) for constant shapes."
         return text, f"cast it before the call: tf.cast({one.argument}, tf.float32)."
@@ -208,19 +195,17 @@ def _why(traced: list[Call], known: list[Change]) -> tuple[str, str]:
     return "The changing argument is unknown.", "@tf.function(reduce_retracing=True)."
 
 
-def recompiling(seen: Seen) -> list[Finding]:
+def recompiling(seen: Seen) -> Iterator[Finding]:
     """XLA compiles the same function repeatedly."""
-    found = []
     for name, times in Counter(one.name for one in seen.found.compiles).items():
         if times < 2:
             continue
-        seconds = sum(one.end - one.start for one in seen.found.compiles if one.name == name) / 1e9
-        inside = sum(one.end - one.start for one in seen.inside(seen.found.compiles) if one.name == name)
+        compiles = [one for one in seen.found.compiles if one.name == name]
+        seconds = sum(one.end - one.start for one in compiles) / 1e9
         text = f"XLA compiled {name} {times} times, in {seconds:.2g} s: once for each new shape."
         knob = "keep shapes constant: .batch(n, drop_remainder=True); or disable XLA: compile(jit_compile=False)."
-        share = min(1.0, inside / max(1, seen.window.length))
-        found.append(Finding("recompiling", text, knob, name, share, {"times": times, "seconds": seconds}))
-    return found
+        share = min(1.0, seen.share_of(seen.inside(compiles)))
+        yield Finding("recompiling", text, knob, name, share, {"times": times, "seconds": seconds})
 
 
 def tiny_batch(seen: Seen) -> list[Finding]:
@@ -228,8 +213,7 @@ def tiny_batch(seen: Seen) -> list[Finding]:
     overhead = seen.shares["launch"]
     if seen.window.marked_by == "tfgpu":  # The time between short blocks counts too; in other loops it is Python's.
         overhead += seen.shares["between"]
-    work = [one for each in seen.found.kernels.values() for one in each] or seen.found.operations
-    work = seen.inside(work)
+    work = seen.inside([one for each in seen.found.kernels.values() for one in each] or seen.found.operations)
     if seen.window.steps is None or not work or overhead < 0.4 or eager_step(seen) or batch_callback(seen):
         return []
     mean_s = sum(one.own for one in work) / len(work) / 1e9
@@ -264,10 +248,8 @@ def eager_step(seen: Seen) -> list[Finding]:
     """Python runs the step's operations one by one."""
     eager = seen.inside(seen.found.eager)
     each = len(eager) / seen.steps
-    took = sum(one.end - one.start for one in eager)
-    reads = sum(one.end - one.start for one in seen.inside(seen.found.reads)) / max(1, seen.window.length)
     # Includes Python's time around the operations.
-    share = max(took / max(1, seen.window.length), seen.shares["python"] - reads)
+    share = max(seen.share_of(eager), seen.shares["python"] - seen.share_of(seen.inside(seen.found.reads)))
     if seen.window.steps is None or each < _EAGER_A_STEP or share + seen.shares["between"] < WORTH:
         return []
     often = ", ".join(name for name, _ in Counter(one.name for one in eager).most_common(3))
@@ -279,7 +261,7 @@ def eager_step(seen: Seen) -> list[Finding]:
 def python_in_step(seen: Seen) -> list[Finding]:
     """The compiled step calls Python."""
     calls = seen.inside(seen.found.python)
-    share = sum(one.end - one.start for one in calls) / max(1, seen.window.length)
+    share = seen.share_of(calls)
     if not calls or share < WORTH / 3:
         return []
     where = Counter(one.name for one in calls).most_common(1)[0][0]
@@ -330,9 +312,8 @@ def no_tensor_cores(seen: Seen) -> list[Finding]:
         'keras.config.set_dtype_policy("mixed_bfloat16") or `tfgpu train --precision mixed_bfloat16`, with sizes '
         "divisible by 8 (tfgpu.precision.advice(model)). It changes the result by rounding."
     )
-    return [
-        Finding("no_tensor_cores", text, knob, "", (could - on) * seen.shares["compute"], {"on": on, "could": could})
-    ]
+    share = (could - on) * seen.shares["compute"]
+    return [Finding("no_tensor_cores", text, knob, "", share, {"on": on, "could": could})]
 
 
 def slow_collectives(seen: Seen) -> list[Finding]:
@@ -365,21 +346,9 @@ def pauses(seen: Seen) -> list[int]:
     return [after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False)]
 
 
-RULES: dict[str, Callable[[Seen], list[Finding]]] = {
-    rule.__name__: rule
-    for rule in (
-        slow_map,
-        host_read,
-        retracing,
-        recompiling,
-        batch_callback,
-        tiny_batch,
-        eager_step,
-        python_in_step,
-        unsharded_input,
-        no_tensor_cores,
-        slow_collectives,
-        work_between_steps,
-    )
-}
+_RULES = (
+    *(slow_map, host_read, retracing, recompiling, batch_callback, tiny_batch, eager_step),
+    *(python_in_step, unsharded_input, no_tensor_cores, slow_collectives, work_between_steps),
+)
+RULES: dict[str, Callable[[Seen], Iterable[Finding]]] = {rule.__name__: rule for rule in _RULES}
 """All rules by name; `slow_map` reports `slow_input` for stages other than a map."""

@@ -1,22 +1,27 @@
-"""Hooks of the profiler: reads of tensors, calls of tf.functions, functions in tf.data, and trace files.
+"""Hooks of the profiler: reads of tensors, calls of tf.functions, functions in tf.data, and facts of the process.
 
-They are active only during a profile.
+The hooks are active only during a profile.
 """
 
 import contextlib
 import gc
+import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
+from tfgpu import environment
+from tfgpu.cluster import Cluster
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat.patch import wrapped
 from tfgpu.core import step_blocks
+from tfgpu.recipes import facts
 
 HOST_READ = "tfgpu.host_read"
 """The event around a read of a tensor by the user's code; its stat is `where`."""
@@ -27,22 +32,6 @@ _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("p
 _OURS = str(Path(__file__).resolve().parents[2])
 # Our files through which a script calls TensorFlow.
 _SEAMS = ("hooks.py", "patch.py", "rng.py", "nested_graphs.py")
-
-
-class Listener(Protocol):
-    """A profile that is notified of calls.
-
-    Attributes:
-        is_on: the profiler records.
-    """
-
-    is_on: bool
-
-    def before_call(self, name: str) -> None:
-        """Called before Python calls a tf.function or, with the name `"gradient"`, an eager tape's `gradient`."""
-
-    def note_plain(self, where: str, replicas: int) -> None:
-        """Called when `strategy.run` gets whole batches, so that every replica computes all rows."""
 
 
 @dataclass(frozen=True)
@@ -62,45 +51,27 @@ class Stage:
     where: str
 
 
-class BrokenSpace(Exception):
-    """A file is not an XSpace message."""
-
-
-def space_of(path: Path) -> Any:
-    """Reads an XSpace message.
-
-    Raises:
-        BrokenSpace: the file is something else, or incomplete.
-    """
-    from google.protobuf.message import DecodeError
-
-    # TensorFlow's own description of the message; no public module has it.
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    try:
-        return xplane_pb2.XSpace.FromString(path.read_bytes())
-    except DecodeError as error:
-        raise BrokenSpace("it does not parse") from error
-
-
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Notifies the listener of calls, reads and whole batches in the block."""
+def listening(listener: Any) -> Iterator[None]:
+    """Notifies a `Session` of calls, reads and whole batches in the block.
+
+    Args:
+        listener: has `is_on`, whether the profiler records; `before_call(name)`, called before Python calls a
+            tf.function or, with the name `"gradient"`, an eager tape's `gradient`; and `note_plain(where, replicas)`,
+            called when `strategy.run` gets whole batches, so that every replica computes all rows.
+    """
     # Must not create a tensor, which initializes the devices: the script may still configure them.
-    with contextlib.ExitStack() as held:
-        held.enter_context(wrapped("Function.__call__", _calls(listener)))
-        held.enter_context(wrapped("tf.GradientTape.gradient", _calls(listener, "gradient")))
-        held.enter_context(wrapped("EagerTensorBase.numpy", _reads(listener)))
-        held.enter_context(wrapped("tf.distribute.Strategy.run", _runs(listener)))
-        held.enter_context(wrapped(step_blocks.Pace, _few_steps, "of"))
+    with (
+        wrapped("Function.__call__", _calls(listener)),
+        wrapped("tf.GradientTape.gradient", _calls(listener, "gradient")),
+        wrapped("EagerTensorBase.numpy", _reads(listener)),
+        wrapped("tf.distribute.Strategy.run", _runs(listener)),
+        wrapped(step_blocks.Pace, lambda stock, self, left: min(stock(self, left), MOST_STEPS), "of"),
+    ):
         yield
 
 
-def _few_steps(stock, self, left):
-    return min(stock(self, left), MOST_STEPS)
-
-
-def _calls(listener: Listener, name: str = "") -> Callable:
+def _calls(listener: Any, name: str = "") -> Callable:
     def call(stock, self, *args, **kwargs):
         if not tf.inside_function():
             listener.before_call(name or getattr(self, "__name__", "function"))
@@ -109,7 +80,7 @@ def _calls(listener: Listener, name: str = "") -> Callable:
     return call
 
 
-def _reads(listener: Listener) -> Callable:
+def _reads(listener: Any) -> Callable:
     def read(stock, self):
         # TensorFlow itself also reads tensors, for gradients and shapes.
         where = _where(private.READERS) if listener.is_on else None
@@ -121,7 +92,7 @@ def _reads(listener: Listener) -> Callable:
     return read
 
 
-def _runs(listener: Listener) -> Callable:
+def _runs(listener: Any) -> Callable:
     def run(stock, self, fn, args=(), kwargs=None, options=None):
         values = tf.nest.flatten((args, kwargs or {}))
         batches = [value for value in values if tf.is_tensor(value) and value.shape.rank]
@@ -177,14 +148,114 @@ def stages() -> tuple[Stage, ...]:
             continue
         kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-        found[Stage(kind, _before(dataset), function.__name__, where)] = None
+        before = 0  # along the first inputs
+        while inputs := private.sources_of(dataset):
+            dataset = inputs[0]
+            before += 1
+        found[Stage(kind, before, function.__name__, where)] = None
     return tuple(found)
 
 
-def _before(dataset: Any) -> int:
-    """The number of stages before a pipeline's last one, along its first inputs."""
-    count = 0
-    while inputs := private.sources_of(dataset):
-        dataset = inputs[0]
-        count += 1
-    return count
+_PARAMETER = re.compile(r"^  (\w+) \([A-Z_]+\): (.*)$", re.MULTILINE)
+_SPEC = re.compile(r"TensorSpec\(shape=(.*?), dtype=tf\.(\w+),.*\)")
+_MOST = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """An argument in which the graphs of a tf.function differ.
+
+    Args:
+        function: the function's name.
+        graphs: the number of its graphs.
+        argument: the argument's name.
+        values: the first few values, as in the function's signature.
+        kind: `"python"` for a Python value, `"shape"`, `"dtype"`, or `"other"`.
+    """
+
+    function: str
+    graphs: int
+    argument: str
+    values: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Around:
+    """Facts of the process besides the trace.
+
+    Args:
+        workers: number of processes that train together.
+        replicas: replicas of a strategy that received whole batches; 0 if none did.
+        plain: source lines that passed whole batches to `strategy.run`.
+        changes: the arguments that caused retracing.
+        stages: functions of the input.
+        devices: names of the devices.
+        machine: processor and versions.
+        batch: rows of a step, if known.
+    """
+
+    workers: int = 1
+    replicas: int = 0
+    plain: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    devices: tuple[str, ...] = ()
+    machine: tuple[tuple[str, str], ...] = ()
+    batch: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns JSON-compatible values."""
+        return asdict(self) | {"machine": dict(self.machine)}
+
+
+def look(retraced: set[str], plain: dict[str, int], batch: int | None = None) -> Around:
+    """Collects the facts of this process.
+
+    Args:
+        retraced: names of the tf.functions that were retraced.
+        plain: source lines that passed whole batches to `strategy.run`, with the number of replicas.
+        batch: rows of a step, if known.
+    """
+    devices = [device.name for kind in ("GPU", "CPU") for device in environment.devices(kind)]
+    versions = {name: str(version) for name, version in facts.versions().items()}
+    workers, replicas = max(1, len(Cluster.from_environment().workers)), max(plain.values(), default=0)
+    changed = tuple(change for each in functions(retraced) for change in changes(each))
+    machine = tuple({"processor": platform.machine(), **versions}.items())
+    return Around(workers, replicas, tuple(plain), changed, stages(), tuple(devices), machine, batch)
+
+
+def changes(function: Any) -> list[Change]:
+    """Returns the arguments in which the graphs of a tf.function differ.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> double = tf.function(lambda x, times: x * times)
+        >>> for times in range(3):
+        ...     result = double(tf.ones([2]), times)
+        >>> changes(double)[0].argument, changes(double)[0].values, changes(double)[0].kind
+        ('times', ('0', '1', '2'), 'python')
+    """
+    signatures = function.pretty_printed_concrete_signatures().split("Input Parameters:")[1:]
+    graphs = [dict(_PARAMETER.findall(text)) for text in signatures]
+    found = []
+    for argument in dict.fromkeys(name for graph in graphs for name in graph):
+        values = list(dict.fromkeys(graph[argument] for graph in graphs if argument in graph))
+        if len(values) > 1:
+            shown = tuple(_short(value) for value in values[:_MOST])
+            found.append(Change(function.__name__, len(graphs), argument, shown, _kind(values)))
+    return found
+
+
+def _short(value: str) -> str:
+    if value.startswith("Literal["):
+        return value[8:-1][:40]
+    match = _SPEC.fullmatch(value)
+    return f"{match[2]}{match[1]}" if match else value[:40]
+
+
+def _kind(values: list[str]) -> str:
+    if any(value.startswith("Literal[") for value in values):
+        return "python"
+    shapes = {match and match[1] for match in map(_SPEC.fullmatch, values)}
+    return "other" if None in shapes else "shape" if len(shapes) > 1 else "dtype"

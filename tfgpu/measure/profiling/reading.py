@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from tfgpu.measure.profiling import spans
+from tfgpu.measure.profiling import trace
 from tfgpu.measure.profiling.sorting import Operation, Sorted, multiplies_matrices, uses_tensor_cores
-from tfgpu.measure.profiling.spans import Span
+from tfgpu.measure.profiling.trace import Span
 
 PARTS = ("compute", "communication", "copy in", "copy out", "input", "compile", "graphs", "python", "launch", "between")
 """The parts of the time; each instant counts for the first part that applies."""
@@ -120,7 +120,7 @@ def shares(divisions: dict[str, dict[str, list[Span]]], where: Window, *, device
     """
     if not where.length:
         return Shares({}, device)
-    each = [{name: spans.total(part) / where.length for name, part in parts.items()} for parts in divisions.values()]
+    each = [{name: trace.total(part) / where.length for name, part in parts.items()} for parts in divisions.values()]
     return Shares({name: sum(one[name] for one in each) / len(each) for name in PARTS}, device)
 
 
@@ -134,7 +134,7 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
     elif where.marked_by in ("script", "tfgpu"):
         # Inside marks, the time outside function calls is Python's; in an eager step, all of it.
         called = [(call.start, call.end) for call in found.calls]
-        python += [rest for span in where.inside for rest in spans.without([span], called)]
+        python += [rest for span in where.inside for rest in trace.without([span], called)]
     claims = {
         "compute": [(one.start, one.end) for one in work],
         "communication": talk,
@@ -148,7 +148,7 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
         "launch": list(where.inside),
         "between": [(where.start, where.end)],
     }
-    return spans.divided({name: claims[name] for name in PARTS}, where.start, where.end)
+    return trace.divided({name: claims[name] for name in PARTS}, where.start, where.end)
 
 
 def top(operations: list[Operation], where: Window, count: int = 10) -> tuple[Top, ...]:
@@ -183,13 +183,10 @@ def gaps(parts: dict[str, list[Span]], where: Window, count: int = 5) -> tuple[G
         where: the steps.
         count: how many to return.
     """
-    idle = spans.without([(where.start, where.end)], parts["compute"])
+    idle = trace.without([(where.start, where.end)], parts["compute"])
     longest = sorted(idle, key=lambda span: span[0] - span[1])[:count]
-    return tuple(
-        Gap((start - where.start) / 1e9, (end - start) / 1e9, _mostly(parts, start, end)) for start, end in longest
-    )
-
-
-def _mostly(parts: dict[str, list[Span]], start: int, end: int) -> str:
-    lengths = {n: spans.total(spans.clipped(part, start, end)) for n, part in parts.items() if n != "compute"}
-    return max(lengths, key=lengths.get)
+    found = []
+    for start, end in longest:
+        lengths = {n: trace.total(trace.clipped(part, start, end)) for n, part in parts.items() if n != "compute"}
+        found.append(Gap((start - where.start) / 1e9, (end - start) / 1e9, max(lengths, key=lengths.get)))
+    return tuple(found)

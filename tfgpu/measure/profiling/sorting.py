@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from tfgpu.core.block_event import STEPS
 from tfgpu.measure.profiling.hooks import HOST_READ
-from tfgpu.measure.profiling.spans import Span
-from tfgpu.measure.profiling.trace import Event, Line, Trace
+from tfgpu.measure.profiling.trace import Event, Line, Span, Trace
 
 _OPERATION = re.compile(r"^(?P<name>[^: ]+):(?P<kind>_?[A-Z]\w*)$")
 _NEXT = re.compile(r"^(EagerLocalExecute: )?\w*IteratorGetNext\w*(::DoCompute)?$")
@@ -18,14 +17,8 @@ _INPUT = ("Iterator::", "InstantiatedCapturedFunction::", "ParallelMapProduce", 
 _GRAPHS = "tf.function-graph_building"
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _FLOW = (
-    "While",
-    "If",
-    "Case",
-    "PartitionedCall",
-    "StatefulPartitionedCall",
-    "StatelessWhile",
-    "StatelessIf",
-    "SymbolicGradient",
+    *("While", "If", "Case", "PartitionedCall", "StatefulPartitionedCall"),
+    *("StatelessWhile", "StatelessIf", "SymbolicGradient"),
 )
 _TALK = ("Collective", "Nccl", "XlaReduce")
 _TALK_XLA = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
@@ -156,24 +149,25 @@ class Nested(NamedTuple):
 
 def nested(line: Line) -> Iterator[Nested]:
     """Yields each event of a thread with its enclosing events, once it has ended."""
-    open_: list[tuple[Event, tuple[Event, ...], list[int]]] = []
+    open_: list[Nested] = []
     for event in line.events:
-        while open_ and open_[-1][0].end <= event.start:
-            done, outer, inside = open_.pop()
-            yield Nested(done, outer, done.length - inside[0])
+        while open_ and open_[-1].event.end <= event.start:
+            yield open_.pop()
+        outer = ()
         if open_:
-            open_[-1][2][0] += max(0, min(event.end, open_[-1][0].end) - event.start)
-        outer = (*open_[-1][1], open_[-1][0]) if open_ else ()
-        open_.append((event, outer, [0]))
-    while open_:
-        done, outer, inside = open_.pop()
-        yield Nested(done, outer, done.length - inside[0])
+            last = open_[-1]
+            inside = max(0, min(event.end, last.event.end) - event.start)
+            open_[-1], outer = last._replace(own=last.own - inside), (*last.outer, last.event)
+        open_.append(Nested(event, outer, event.length))
+    yield from reversed(open_)
 
 
 def sort(trace: Trace) -> Sorted:
     """Sorts the events of a trace."""
     found = Sorted()
-    feeding = input_runs(trace.host)
+    events = [event for line in trace.host for event in line.events]
+    runs = [event for event in events if event.name.startswith("InstantiatedCapturedFunction::")]
+    feeding = {event.stats["id"] for event in runs if "id" in event.stats}
     for line in trace.host:
         for item in nested(line):
             _place(item, feeding, found)
@@ -185,20 +179,9 @@ def sort(trace: Trace) -> Sorted:
     return found
 
 
-def input_runs(lines: Iterable[Line]) -> set[int]:
-    """The ids of the runs of tf.data functions."""
-    return {
-        event.stats["id"]
-        for line in lines
-        for event in line.events
-        if event.name.startswith("InstantiatedCapturedFunction::") and "id" in event.stats
-    }
-
-
 def _feeds(event: Event, feeding: set[int]) -> bool:
-    if event.name.startswith(_INPUT):
-        return True
-    return event.name == "ExecutorState::Process" and event.stats.get("id") in feeding
+    is_run = event.name == "ExecutorState::Process" and event.stats.get("id") in feeding
+    return is_run or event.name.startswith(_INPUT)
 
 
 def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
@@ -211,15 +194,22 @@ def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
         if name.startswith("Eager"):
             found.fetches.append(span)
     elif name == STEPS:
-        found.blocks.append(_block(event))
+        stats = {"steps": 1, "kind": "train", "set_by": "", "jit": 0, **event.stats}
+        jit, count = bool(stats["jit"]), int(stats["steps"])
+        found.blocks.append(Block(*span, count, str(stats["kind"]), str(stats["set_by"]), jit))
     elif name == HOST_READ:
         found.reads.append(Named(str(event.stats.get("where", "")), *span))
     elif name == _GRAPHS:
         found.graphs.append(span)
     elif _COMPILES.match(name):
-        found.compiles.append(Named(_compiled(event), *span))
+        compiled = str(event.stats.get("name", ""))
+        match = _XLA_NAME.match(compiled)
+        found.compiles.append(Named(match[1] if match else compiled, *span))
     elif "tf_function_call" in event.stats:
-        _call(event, outer, found)
+        if not any("tf_function_call" in each.stats or each.name == _GRAPHS for each in outer):
+            traced = str(event.stats["tf_function_call"]).startswith("traced")
+            ours, count = any(each.name == STEPS for each in outer), int(event.stats.get("tracing_count", 0))
+            found.calls.append(Call(name, *span, traced, count, ours))
     elif "step_num" in event.stats and "_r" in event.stats:
         found.marks.append(span)
     elif name == "EagerExecute":
@@ -237,32 +227,8 @@ def _eager_kind(event: Event, outer: tuple[Event, ...]) -> str:
     """The operation that Python ran; "" for a function, for the input's, and while a graph is traced."""
     kind = str(event.stats.get("eager_op", ""))
     is_of_step = not event.stats.get("is_func") and not any(each.name == _GRAPHS for each in outer)
-    return kind if is_of_step and not _prepares(kind) else ""
-
-
-def _block(event: Event) -> Block:
-    stats = event.stats
-    kind, set_by = str(stats.get("kind", "train")), str(stats.get("set_by", ""))
-    return Block(event.start, event.end, int(stats.get("steps", 1)), kind, set_by, bool(stats.get("jit", 0)))
-
-
-def _prepares(kind: str) -> bool:
-    """Whether an eager operation belongs to the input or copies a constant."""
-    return kind in _NO_WORK or "Iterator" in kind or "Dataset" in kind
-
-
-def _call(event: Event, outer: tuple[Event, ...], found: Sorted) -> None:
-    if any("tf_function_call" in each.stats or each.name == _GRAPHS for each in outer):
-        return
-    traced = str(event.stats["tf_function_call"]).startswith("traced")
-    ours, count = any(each.name == STEPS for each in outer), int(event.stats.get("tracing_count", 0))
-    found.calls.append(Call(event.name, event.start, event.end, traced, count, ours))
-
-
-def _compiled(event: Event) -> str:
-    name = str(event.stats.get("name", ""))
-    match = _XLA_NAME.match(name)
-    return match[1] if match else name
+    prepares = kind in _NO_WORK or "Iterator" in kind or "Dataset" in kind
+    return kind if is_of_step and not prepares else ""
 
 
 def _operation(item: Nested, found: Sorted) -> None:

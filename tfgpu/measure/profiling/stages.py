@@ -1,7 +1,7 @@
 """Finds the slow stage of a tf.data pipeline from the events of its iterators."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ from tfgpu.measure.profiling.trace import Event, Line
 
 _WAITING = ("Prefetch", "ParallelMap", "MapAndBatch", "ParallelInterleave", "ParallelBatch", "ParallelFilter")
 _PRODUCES = ("ParallelMapProduce", "MapAndBatchProduce")
+_OPERATION = re.compile(r"[^: ]*:([A-Za-z][^: ]*)")
 _INDEX = re.compile(r"\w+:(\d+)")
 
 
@@ -62,23 +63,22 @@ def input_stages(lines: Iterable[Line]) -> tuple[InputStage, ...]:
     """
     lines = list(lines)
     stages, names = _iterators(lines)
-    ends = _ends(lines)
-    inside = defaultdict(lambda: defaultdict(int))
+    ends: dict[int, int] = {}  # of each run of a function
+    for event in (event for line in lines for event in line.events):
+        if event.name in ("ExecutorDoneCallback", "ExecutorState::Process") and "id" in event.stats:
+            ends[event.stats["id"]] = max(ends.get(event.stats["id"], 0), event.end)
     for line in lines:
         makers: dict[int, str] = {}  # the stage that an event produces elements for, by the event's start
         for item in nested(line):
             _add(item, stages, names, ends, makers)
-    _operations(lines, stages, inside)
-    found = [
-        InputStage(name, one.kind, one.calls, one.work / 1e9, one.parallel, _longest(inside[name]))
-        for name, one in stages.items()
-    ]
-    return tuple(sorted((stage for stage in found if not _only_hands_on(stage)), key=lambda stage: -stage.busy_s))
-
-
-def _only_hands_on(stage: InputStage) -> bool:
-    """Whether it is TensorFlow's own stage that feeds replicas or another device, whose time is waiting."""
-    return stage.kind == "Generator" and not any("PyFunc" in kind for kind, _ in stage.operations)
+    inside = _operations(lines, stages)
+    found = []
+    for name, one in stages.items():
+        longest = tuple((kind, own / 1e9) for kind, own in inside[name].most_common(3))
+        found.append(InputStage(name, one.kind, one.calls, one.work / 1e9, one.parallel, longest))
+    # TensorFlow's own generator feeds replicas or another device; its time is waiting.
+    work = (one for one in found if one.kind != "Generator" or any("PyFunc" in kind for kind, _ in one.operations))
+    return tuple(sorted(work, key=lambda stage: -stage.busy_s))
 
 
 def _iterators(lines: list[Line]) -> tuple[dict[str, _Sum], dict[int, str]]:
@@ -87,7 +87,8 @@ def _iterators(lines: list[Line]) -> tuple[dict[str, _Sum], dict[int, str]]:
         for event in line.events:
             if _is_stage(event):
                 name = _name(event)
-                stage = stages.setdefault(name, _Sum(_kind(event)))
+                kind = re.sub(r"\[\d+\]|V\d+$", "", event.name.rsplit("::", 1)[-1])
+                stage = stages.setdefault(name, _Sum(kind))
                 parallel = str(event.stats.get("parallelism", ""))  # "unavailable" until the first calls
                 stage.parallel = max(stage.parallel, int(parallel) if parallel.isdecimal() else 1)
                 names[event.stats.get("id")] = name
@@ -103,27 +104,12 @@ def _name(event: Event) -> str:
     return str(event.stats.get("name") or event.name)
 
 
-def _kind(event: Event) -> str:
-    return re.sub(r"\[\d+\]|V\d+$", "", event.name.rsplit("::", 1)[-1])
-
-
-def _ends(lines: list[Line]) -> dict[int, int]:
-    """The end of each run of a function."""
-    ends = {}
-    for line in lines:
-        for event in line.events:
-            if event.name in ("ExecutorDoneCallback", "ExecutorState::Process") and "id" in event.stats:
-                run = event.stats["id"]
-                ends[run] = max(ends.get(run, 0), event.end)
-    return ends
-
-
 def _add(item: Nested, stages: dict, names: dict[int, str], ends: dict[int, int], makers: dict[int, str]) -> None:
     event = item.event
     if _is_stage(event):
         stage = stages[_name(event)]
-        stage.calls += not stage.kind.startswith(_WAITING)
         if not stage.kind.startswith(_WAITING):
+            stage.calls += 1
             stage.work += event.length
         parent = next((e for e in reversed(item.outer) if _is_stage(e)), None)
         if item.outer and item.outer[-1].name in _PRODUCES:
@@ -150,23 +136,14 @@ def _owner(item: Nested, makers: dict[int, str]) -> str | None:
     return None
 
 
-def _operations(lines: list[Line], stages: dict[str, _Sum], inside: dict) -> None:
+def _operations(lines: list[Line], stages: dict[str, _Sum]) -> dict[str, Counter[str]]:
+    """Nanoseconds of the operations in each stage's functions, by kind."""
+    inside: dict[str, Counter[str]] = defaultdict(Counter)
     owners = {run: name for name, stage in stages.items() for run in stage.runs}
     for line in lines:
         for item in nested(line):
-            kind = item.event.name.rpartition(":")[2]
-            if (
-                "::" in item.event.name
-                or not kind[:1].isalpha()
-                or ":" not in item.event.name
-                or " " in item.event.name
-            ):
-                continue
+            match = _OPERATION.fullmatch(item.event.name)
             run = next((e.stats["id"] for e in reversed(item.outer) if e.stats.get("id") in owners), None)
-            if run is not None:
-                inside[owners[run]][kind] += item.own
-
-
-def _longest(operations: dict[str, int]) -> tuple[tuple[str, float], ...]:
-    found = sorted(operations.items(), key=lambda item: -item[1])[:3]
-    return tuple((kind, own / 1e9) for kind, own in found)
+            if match and run is not None:
+                inside[owners[run]][match[1]] += item.own
+    return inside

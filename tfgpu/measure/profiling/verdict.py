@@ -2,18 +2,82 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tfgpu.measure.profiling import advice, findings, reading, sorting
-from tfgpu.measure.profiling.around import Around
-from tfgpu.measure.profiling.findings import Finding, Seen
+from tfgpu.measure.profiling import findings, knobs, reading, sorting
+from tfgpu.measure.profiling.findings import Finding, Seen, pauses
+from tfgpu.measure.profiling.hooks import Around
 from tfgpu.measure.profiling.reading import Gap, Shares, Top, Window
 from tfgpu.measure.profiling.sorting import Sorted
-from tfgpu.measure.profiling.spans import Span
 from tfgpu.measure.profiling.stages import InputStage, input_stages
-from tfgpu.measure.profiling.trace import Trace
+from tfgpu.measure.profiling.trace import Span, Trace
+
+SPEAKING = {
+    "input-bound": ("slow_map", "slow_input", "unsharded_input"),
+    "communication-bound": ("slow_collectives",),
+    "launch-bound": ("tiny_batch", "batch_callback"),
+    "python-bound": ("host_read", "eager_step", "python_in_step", "work_between_steps", "batch_callback"),
+    "compile-bound": ("retracing", "recompiling"),
+}
+"""The findings that already give advice for a verdict."""
+
+_ADVICE = {
+    "input-bound": (
+        "waiting_for_input",
+        "the model waits for its next batch, or for the copy of the batch to the device.",
+        ".prefetch(tf.data.AUTOTUNE) as the last stage; transfer images as uint8, and cast and scale them on the "
+        "device; `tfgpu profile input` measures each setting of the input.",
+    ),
+    "communication-bound": (
+        "communication",
+        "collectives run and nothing computes: the largest overhead.",
+        "a larger batch per replica, which changes the result; same result: compile(..., "
+        "gradient_accumulation_steps=4) with smaller batches.",
+    ),
+    "launch-bound": (
+        "launching",
+        "a step runs and nothing computes: operations wait to be launched.",
+        "If other processes use the CPU, profile again without them.",
+    ),
+    "python-bound": ("python_time", "Python runs and nothing computes.", ""),
+    "compile-bound": (
+        "compiling",
+        "graphs are traced and compiled, which happens once for each shape.",
+        "record later and more steps: --skip 20 --calls 100. If it remains: .batch(n, drop_remainder=True) keeps "
+        "shapes constant; compile(jit_compile=False) disables XLA.",
+    ),
+}
+"""By verdict: the finding's name, what happens meanwhile, and what to try."""
+NAMES = tuple(name for name, *_ in _ADVICE.values())
+
+
+def general(verdict: str, share: float, seen: Seen, found: Sequence[Finding]) -> list[Finding]:
+    """Returns advice for a verdict, unless a rule has already given some.
+
+    Args:
+        verdict: what limits the steps.
+        share: the share of the time behind the verdict.
+        seen: the input of the rules.
+        found: their findings.
+
+    Returns:
+        One finding, or none.
+    """
+    if verdict not in _ADVICE or any(one.name in SPEAKING[verdict] for one in found):
+        return []
+    name, happens, knob = _ADVICE[verdict]
+    text = f"For {share:.0%} of the time {happens}"
+    if verdict == "launch-bound":
+        knob = f"{knobs.launches(seen.window)} {knob}".strip()
+    elif verdict == "python-bound":
+        knob, between = knobs.python(seen.window), pauses(seen)
+        if between and max(between) > sum(between) / 2 and sum(between) > seen.shares["python"] * seen.window.length:
+            text += " Most of it is a single pause, such as the end of an epoch."
+            knob = f"record more steps, so that it gets its real weight: --calls 100 --seconds 20. {knob}"
+    return [Finding(name, text, knob, "", share, {"share": share})]
+
 
 _FIRST = re.compile(r"\[([^,\]]*)[^\]]*\]|<unknown>")
 ENOUGH = 2 / 3
@@ -109,7 +173,7 @@ class Report:
             "step_s": self.step_s,
             "batch": self.batch,
             "steps_marked_by": self.window.marked_by,
-            "findings": [finding.as_json() for finding in self.findings],
+            "findings": [asdict(one) for one in self.findings],
             "tensor_core_share": on,
             "tensor_core_could": could,
             "top": [asdict(one) for one in self.top],
@@ -142,28 +206,12 @@ def judge(trace: Trace, look: Callable[[set[str]], Around] | None = None) -> Rep
     batch = around.batch or _batch(trace)
     work = [one for each in found.kernels.values() for one in each] or found.operations
     seen, name = Seen(found, window, shares, stages, cores, around, batch), bound(shares)
-    return Report(
-        verdict=name,
-        shares=shares,
-        window=window,
-        findings=_findings(name, seen),
-        top=reading.top(work, window),
-        gaps=reading.gaps(parts, window),
-        tensor_cores=cores,
-        stages=stages,
-        around=around,
-        unknown=_unknown(found, window, shares, around),
-        batch=batch,
-        parts=parts,
-    )
-
-
-def _findings(verdict: str, seen: Seen) -> tuple[Finding, ...]:
-    """The findings of the rules, and general advice if none of them addresses the verdict."""
-    found = findings.judge(seen)
-    parts = (CAUSES | OVERHEADS).get(verdict, ())
-    more = advice.general(verdict, sum(seen.shares[part] for part in parts), seen, found)
-    return tuple(sorted([*found, *more], key=lambda finding: -(finding.share or 0)))
+    rules = findings.judge(seen)
+    caused = sum(shares[part] for part in (CAUSES | OVERHEADS).get(name, ()))
+    more = general(name, caused, seen, rules)
+    problems = tuple(sorted([*rules, *more], key=lambda finding: -(finding.share or 0)))
+    top, gaps, unknown = reading.top(work, window), reading.gaps(parts, window), _unknown(found, window, shares, around)
+    return Report(name, shares, window, problems, top, gaps, cores, stages, around, unknown, batch, parts)
 
 
 def _batch(trace: Trace) -> int | None:

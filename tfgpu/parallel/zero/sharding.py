@@ -28,7 +28,7 @@ from tfgpu.compat import slots, variables
 from tfgpu.core.state import replica_values, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices, flat_part
 from tfgpu.core.state.sharded_variable import full_variable, shard_of
-from tfgpu.optim import block_quantization, narrow_state
+from tfgpu.optim import narrow_state
 from tfgpu.parallel import device_placement, shard_patches
 
 
@@ -118,7 +118,7 @@ def create_shard(
 def _piece_size(count: int, replicas: int) -> int:
     """The numbers of a piece: of large variables whole blocks, so that slots in few bits round as on one device."""
     size = -(-count // replicas)
-    return block_quantization.blocks_of(size) * block_quantization.BLOCK if count >= narrow_state.SMALLEST else size
+    return narrow_state.blocks_of(size) * narrow_state.BLOCK if count >= narrow_state.SMALLEST else size
 
 
 def _hosts(placement: device_placement.DevicePlacement) -> device_placement.DevicePlacement:

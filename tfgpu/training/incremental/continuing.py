@@ -9,7 +9,7 @@ import keras
 
 from tfgpu.errors import InputError, is_number, unknown, whole_number
 from tfgpu.optim import parameter_groups
-from tfgpu.training.incremental import tracing
+from tfgpu.training.incremental import names
 from tfgpu.training.schedules import PerUpdate, Rate, Warmup
 
 OPTIMIZERS = ("keep", "reset")
@@ -62,8 +62,12 @@ def warm_start(source: Any, model: keras.Model | None = None, *, optimizer: str)
             raise InputError(f"{path} has no optimizer. Load it with `keras.models.load_model` and compile it.")
         fresh = _config(model.optimizer)
     if optimizer == "reset":
-        _reset_optimizer(model, fresh)
-    tracing.retrace(model)
+        with model.distribute_strategy.scope():
+            new = type(model.optimizer).from_config(fresh)
+            if trained := parameter_groups.built_like(model.optimizer, new):
+                new.build(trained)
+        model.optimizer = new
+    names.retrace(model)
     return model
 
 
@@ -71,17 +75,6 @@ def _config(optimizer) -> dict:
     if optimizer is None:
         raise InputError("The model has no optimizer. Compile it.")
     return optimizer.get_config()
-
-
-def _reset_optimizer(model: keras.Model, config: dict) -> None:
-    old = model.optimizer
-    trained = parameter_groups.built_on(old)
-    with model.distribute_strategy.scope():
-        new = type(old).from_config(config)
-        parameter_groups.copy_exclusions(old, new, list(zip(trained, trained, strict=True)))
-        if trained:
-            new.build(trained)
-    model.optimizer = new
 
 
 def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
@@ -119,7 +112,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
     if accumulate > 1:
         schedule = PerUpdate(schedule, accumulate)
     model.optimizer.learning_rate = From(schedule, begun) if begun else schedule
-    tracing.retrace(model)
+    names.retrace(model)
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")

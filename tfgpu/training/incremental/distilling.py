@@ -1,4 +1,7 @@
-"""Learning without Forgetting: distills an old model's outputs while training on new data (Li and Hoiem, 2016)."""
+"""Learning without Forgetting: distills an old model's outputs while training on new data (Li and Hoiem, 2016).
+
+The kind of a classifier's outputs is found here, too.
+"""
 
 from typing import Any
 
@@ -6,7 +9,71 @@ import keras
 import tensorflow as tf
 
 from tfgpu.errors import InputError, is_number
-from tfgpu.training.incremental import heads
+from tfgpu.parallel import model_graph
+
+_AS_IS = (keras.layers.Dropout, keras.layers.Identity, keras.layers.ActivityRegularization)
+
+
+def ends_in(model: keras.Model) -> str:
+    """Returns the name of the function that a model's output comes from: "softmax", "sigmoid", ...; "linear" if none.
+
+    Args:
+        model: a built model with one output. Without a graph, only the last layer is examined.
+
+    Example:
+        >>> ends_in(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax"), keras.layers.Dropout(0.5)]))
+        'softmax'
+    """
+    if not model_graph.is_functional(model):
+        layers = getattr(model, "layers", [])
+        return _function(layers[-1]) if layers else "linear"
+    made_by = {id(tensor): call for call in model_graph.calls(model) for tensor in call.outputs}
+    call = made_by.get(id(model_graph.functional(model).outputs[0]))
+    while call is not None:
+        found = _function(call.operation)
+        passes_on = isinstance(call.operation, _AS_IS) or type(call.operation) is keras.layers.Activation
+        if found != "linear" or not passes_on:
+            return found
+        call = made_by.get(id(call.inputs[0])) if call.inputs else None
+    return "linear"
+
+
+def gives_probabilities(model: keras.Model) -> bool:
+    """Whether a model ends in a softmax; otherwise its outputs are considered logits.
+
+    Example:
+        >>> gives_probabilities(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax")]))
+        True
+    """
+    return ends_in(model) == "softmax"
+
+
+def check_classes(model: keras.Model, count: int | None, what: str) -> None:
+    """Raises `InputError` if a model's outputs are not mutually exclusive classes.
+
+    Args:
+        model: the classifier.
+        count: number of output columns; None if unknown.
+        what: the operation that needs classes.
+    """
+    if count == 1:
+        raise InputError(
+            f"{model.name} has one output column, and a softmax over one class is always 1. {what} needs one column "
+            "per class, also for two classes."
+        )
+    if ends_in(model) == "sigmoid":
+        raise InputError(
+            f"{model.name} ends in a sigmoid, whose columns are not mutually exclusive classes. {what} needs logits or "
+            "a softmax."
+        )
+
+
+def _function(operation) -> str:
+    if isinstance(operation, keras.Model):
+        return ends_in(operation)
+    kind = type(operation).__name__.lower()  # a layer, or an operation of `keras.ops`
+    name = getattr(getattr(operation, "activation", None), "__name__", "linear").removesuffix("_v2")
+    return kind if kind in ("softmax", "sigmoid") else name
 
 
 class Distilled(keras.Model):
@@ -59,7 +126,7 @@ class Distilled(keras.Model):
         self.temperature: float = float(temperature)
         self._hidden = _Teacher(teacher)
         self._has_logits = [
-            not heads.gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
+            not gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
         ]
         self._distance = _Distance(self.distances)
         self._mean_distance = keras.metrics.MeanMetricWrapper(self.distances, "distillation")
@@ -130,16 +197,16 @@ def _softened(outputs, temperature: float, has_logits: bool) -> tf.Tensor:
 
 
 def _check(model: keras.Model, teacher: keras.Model, weight: float, temperature: float) -> None:
-    for name, value in (("weight", weight), ("temperature", temperature)):
-        if not is_number(value) or value <= 0:
-            raise InputError(f"`{name}` must be a number above 0. Received: {value!r}.")
+    for name, number in (("weight", weight), ("temperature", temperature)):
+        if not is_number(number) or number <= 0:
+            raise InputError(f"`{name}` must be a number above 0. Received: {number!r}.")
     for name, value in (("model", model), ("teacher", teacher)):
         if not isinstance(value, keras.Model) or not value.built or not hasattr(value, "outputs"):
             raise InputError(f"`{name}` must be a built Sequential or functional model. Received: {value!r}.")
         if len(value.outputs) != 1:
             raise InputError(f"`{name}` must have one output. Received: {len(value.outputs)}.")
     for value in (model, teacher):
-        heads.check_classes(value, value.outputs[0].shape[-1], "Distillation")
+        check_classes(value, value.outputs[0].shape[-1], "Distillation")
     if model.outputs[0].shape[-1] < teacher.outputs[0].shape[-1]:
         raise InputError(
             f"The model has {model.outputs[0].shape[-1]} classes, its teacher {teacher.outputs[0].shape[-1]}. "

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from tfgpu import packing
 from tfgpu.errors import InputError, is_number, unknown, whole_number
-from tfgpu.training.incremental import heads, names, tracing
-from tfgpu.training.incremental.distilling import Distilled
+from tfgpu.optim.parameter_groups import grown
+from tfgpu.training.incremental import names
+from tfgpu.training.incremental.distilling import Distilled, check_classes, gives_probabilities
 
 LABELS = ("expected", "observed")
 _KIND = "penalty on elastic weights"
@@ -105,8 +106,8 @@ class ElasticWeights:
             raise InputError(f"{inner.name} has none of the {len(self._state)} saved weights: their names differ.")
         self._is_attached = True
         if is_new:
-            tracing.retrace(inner)
-            tracing.retrace(model)
+            names.retrace(inner)
+            names.retrace(model)
         return self
 
     def detach(self, model: keras.Model) -> None:
@@ -116,7 +117,7 @@ class ElasticWeights:
                 variable.regularizer.forget()  # a traced step may still use it
                 variable.regularizer = variable.regularizer.stock
         self._is_attached = False
-        tracing.retrace(model)
+        names.retrace(model)
 
     def penalty(self, model: keras.Model) -> tf.Tensor:
         """Returns the penalty of a model's current weights, a float32 scalar."""
@@ -193,14 +194,9 @@ class ElasticWeights:
         if path not in self._state:
             return np.zeros_like(value), value.copy(), 0.0
         precision, center, constant = self._state[path]
-        if precision.shape == value.shape:
-            return precision, center, constant
         if precision.ndim != value.ndim or any(a > b for a, b in zip(precision.shape, value.shape, strict=True)):
             raise InputError(f"{path} had the shape {precision.shape} and has {value.shape} now. It can only grow.")
-        known = tuple(slice(0, size) for size in precision.shape)
-        wide, middle = np.zeros_like(value), value.copy()
-        wide[known], middle[known] = precision, center
-        return wide, middle, constant
+        return grown(precision, np.zeros_like(value)), grown(center, value), constant
 
 
 class _Elastic(keras.regularizers.Regularizer):
@@ -248,7 +244,7 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
     rest = [tf.constant(v.numpy()) for v in model.non_trainable_variables]
     if examples is not None:
         whole_number("examples", examples)
-    has_logits = not heads.gives_probabilities(model)
+    has_logits = not gives_probabilities(model)
     totals, rows = [np.zeros(v.shape, "float64") for v in weights], 0
 
     def outputs(rows):
@@ -300,7 +296,7 @@ def _classes(model: keras.Model, out) -> int:
     shapes = [tuple(part.shape) for part in tf.nest.flatten(out)]
     if len(shapes) != 1 or len(shapes[0]) != 2:
         raise InputError(f"The model must output one row of classes per example. Received: {shapes}.")
-    heads.check_classes(model, shapes[0][1], "The Fisher information")
+    check_classes(model, shapes[0][1], "The Fisher information")
     return shapes[0][1]
 
 
@@ -317,8 +313,9 @@ def _batches(x, y, examples: int | None):
     left = float("inf") if examples is None else examples
     for batch in x if isinstance(x, tf.data.Dataset) else _cut(x, y):
         if not isinstance(batch, tuple) or len(batch) != 2:
+            parts = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
             raise InputError(
-                f"The data must be batches (x, y), without weights. Received: {_parts(batch)}. Remove weights with "
+                f"The data must be batches (x, y), without weights. Received: {parts}. Remove weights with "
                 "`data.map(lambda x, y, weights: (x, y))`."
             )
         numbers = tf.convert_to_tensor(batch[1])
@@ -330,10 +327,6 @@ def _batches(x, y, examples: int | None):
         left -= take
         inputs = [tf.convert_to_tensor(part)[:take] for part in tf.nest.flatten(batch[0])]
         yield tf.nest.pack_sequence_as(batch[0], inputs), tf.cast(numbers[:take], tf.int32)
-
-
-def _parts(batch) -> str:
-    return f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
 
 
 def _cut(x, y) -> tf.data.Dataset:

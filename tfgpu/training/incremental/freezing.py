@@ -7,7 +7,7 @@ import keras
 
 from tfgpu.errors import InputError, is_number
 from tfgpu.optim import parameter_groups
-from tfgpu.training.incremental import names, tracing
+from tfgpu.training.incremental import names
 
 
 def freeze(model: keras.Model, *patterns: str) -> list[str]:
@@ -72,12 +72,13 @@ def _set(model: keras.Model, patterns: tuple[str, ...], trainable: bool) -> list
         model.trainable = model.trainable or _thaw(model)
     for name, layer in found.items():
         if trainable:
-            for outer in _around(name, layers):
+            words = name.split("/")
+            for outer in (layers["/".join(words[:end])] for end in range(1, len(words))):
                 _ = outer.trainable or _thaw(outer)
         layer.trainable = trainable
     if model.compiled and model.optimizer is not None:
         _fit_optimizer(model)
-    tracing.retrace(model)
+    names.retrace(model)
     return list(found)
 
 
@@ -88,11 +89,6 @@ def _thaw(model: keras.Model) -> bool:
     for layer in inner:
         layer.trainable = False
     return True
-
-
-def _around(name: str, layers: Mapping[str, keras.layers.Layer]) -> list:
-    words = name.split("/")
-    return [layers["/".join(words[:end])] for end in range(1, len(words))]
 
 
 def _matching(pattern: str, layers: Mapping[str, keras.layers.Layer]) -> list[str]:
@@ -117,8 +113,7 @@ def _fit_optimizer(model: keras.Model) -> None:
         return
     with model.distribute_strategy.scope():
         new = parameter_groups.unbuilt_copy(old)
-        trained = parameter_groups.built_on(old)
-        parameter_groups.copy_exclusions(old, new, list(zip(trained, trained, strict=True)))
+        parameter_groups.built_like(old, new)
         wanted = learning if averages else learning | known
         new.build([v for v in model.weights if id(v) in wanted])
         parameter_groups.copy_common_state(old, new)

@@ -97,7 +97,11 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
                 f"{model.name} could not be cloned with {classes} classes: {error} Register your own classes with "
                 "`@keras.saving.register_keras_serializable()`, and compile with settings for this number of classes."
             ) from error
-        _check_outputs(model, grown, classes, layer)
+        ends = [(a.shape[-1], b.shape[-1]) for a, b in zip(model.outputs, grown.outputs, strict=True)]
+        if (layer.units, classes) not in ends:
+            raise InputError(
+                f"{layer.name} is not an output of {model.name}. Pass its last Dense layer's name as `head`."
+            )
         if model.compiled and (config := model.get_compile_config()):
             counted = _counted(config, layer.units, classes)
             if counted != config:
@@ -135,10 +139,8 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
 def _counted(config, units: int, classes: int):
     """Replaces the number of classes in a compile configuration."""
     if isinstance(config, dict):
-        return {
-            name: classes if name == "num_classes" and value == units else _counted(value, units, classes)
-            for name, value in config.items()
-        }
+        found = {name: _counted(value, units, classes) for name, value in config.items()}
+        return found | ({"num_classes": classes} if config.get("num_classes") == units else {})
     return [_counted(value, units, classes) for value in config] if isinstance(config, list | tuple) else config
 
 
@@ -161,10 +163,3 @@ def _head(model: keras.Model, name: str | None) -> keras.layers.Dense:
     if found.lora_enabled or found.quantization_mode is not None:
         raise InputError(f"{found.name} is quantized or has LoRA. Grow the model before that.")
     return found
-
-
-def _check_outputs(model: keras.Model, grown: keras.Model, classes: int, layer: keras.layers.Dense) -> None:
-    for before, after in zip(model.outputs, grown.outputs, strict=True):
-        if before.shape[-1] == layer.units and after.shape[-1] == classes:
-            return
-    raise InputError(f"{layer.name} is not an output of {model.name}. Pass its last Dense layer's name as `head`.")

@@ -87,7 +87,9 @@ def accuracies(
         raise InputError(f"`classes` must have one entry per task. Received: {len(classes)} for {len(tasks)} tasks.")
     found = []
     for at, (x, y) in enumerate(tasks):
-        labels = _labels(at, y)
+        labels = np.asarray(y)
+        if not labels.size:
+            raise InputError(f"Task {at} has no rows. Remove it.")
         outputs = model.predict(x, batch_size=batch_size, verbose=0)
         labels = _fitted(at, labels, outputs)
         if classes is not None:
@@ -96,13 +98,6 @@ def accuracies(
             outputs[..., others] = -np.inf
         found.append(float(np.mean(outputs.argmax(-1) == labels)))
     return found
-
-
-def _labels(at: int, y: Any) -> np.ndarray:
-    labels = np.asarray(y)
-    if not labels.size:
-        raise InputError(f"Task {at} has no rows. Remove it.")
-    return labels
 
 
 def _fitted(at: int, labels: np.ndarray, outputs: Any) -> np.ndarray:

@@ -48,3 +48,8 @@ def trainable(model: keras.Model) -> dict[str, keras.Variable]:
     for at, variable in enumerate(sharded_variable.merged(model.weights)):
         names.setdefault(id(variable), f"/{at}")  # the model's own
     return {names.get(id(v), f"//{at}"): v for at, v in enumerate(sharded_variable.merged(model.trainable_variables))}
+
+
+def retrace(model: keras.Model) -> None:
+    """Makes the next `fit` or `evaluate` trace its steps again, so that they see a change to the model."""
+    model.train_function = model.test_function = None

@@ -45,10 +45,6 @@ class Replay:
     Sources: J. Vitter, "Random sampling with a reservoir", 1985; A. Chrysakis and M.-F. Moens, "Online continual
     learning from imbalanced data", 2020 (the balanced reservoir); D. Rolnick et al., "Experience replay for continual
     learning", 2019, arXiv:1811.11682.
-
-    Sources: J. Vitter, "Random sampling with a reservoir", 1985; A. Chrysakis and M.-F. Moens, "Online continual
-    learning from imbalanced data", 2020 (the balanced reservoir); D. Rolnick et al., "Experience replay for continual
-    learning", 2019, arXiv:1811.11682.
     """
 
     def __init__(
@@ -62,9 +58,9 @@ class Replay:
     ):
         if (examples is None) == (bytes is None):
             raise InputError(f"Set either `examples` or `bytes`. Received: {examples!r} and {bytes!r}.")
-        for name, value, least in (("examples", examples, 1), ("bytes", bytes, 1), ("seed", seed, 0)):
-            if value is not None:
-                whole_number(name, value, minimum=least)
+        name, value = ("bytes", bytes) if examples is None else ("examples", examples)
+        whole_number(name, value)
+        whole_number("seed", seed, minimum=0)
         self._bytes, self._folder = bytes, folder and Path(folder)
         self.seed: int = seed
         self.balance: bool = bool(balance)

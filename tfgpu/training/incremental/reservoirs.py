@@ -4,9 +4,44 @@ import numpy as np
 
 NONE = -1
 """The slot of an example that is not kept."""
+_SHIFTS = (96, 64, 32, 0)  # of the four words of a number
 
 
-class Reservoir:
+class _Sampler:
+    """What both kinds have: the number of slots, of examples so far, and random numbers."""
+
+    def __init__(self, capacity: int, seed: int):
+        self.capacity, self.seen = capacity, 0
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    @property
+    def kept(self) -> int:
+        """The number of slots in use."""
+        return min(self.seen, self.capacity)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns the complete state as arrays."""
+        state = self._random.bit_generator.state
+        numbers = state["state"]["state"], state["state"]["inc"]
+        words = [(number >> shift) & (2**32 - 1) for number in numbers for shift in _SHIFTS]
+        random = np.array([*words, state["has_uint32"], state["uinteger"]], "uint32")
+        return {"seen": np.array([self.seen], "int64"), "random": random}
+
+    def put(self, state: dict[str, np.ndarray]) -> None:
+        """Restores the result of `state`."""
+        self.seen = int(state["seen"][0])
+        words = state["random"].tolist()
+        parts = [zip(words[at : at + 4], _SHIFTS, strict=True) for at in (0, 4)]
+        number, increment = (sum(word << shift for word, shift in part) for part in parts)
+        self._random.bit_generator.state = {
+            "bit_generator": "PCG64",
+            "state": {"state": number, "inc": increment},
+            "has_uint32": words[8],
+            "uinteger": words[9],
+        }
+
+
+class Reservoir(_Sampler):
     """Vitter's algorithm R: after n examples, each of them is kept with probability capacity / n.
 
     Args:
@@ -17,15 +52,6 @@ class Reservoir:
         >>> Reservoir(2, seed=0).take([0, 0]).tolist()
         [0, 1]
     """
-
-    def __init__(self, capacity: int, seed: int):
-        self.capacity, self.seen = capacity, 0
-        self._random = np.random.Generator(np.random.PCG64(seed))
-
-    @property
-    def kept(self) -> int:
-        """The number of slots in use."""
-        return min(self.seen, self.capacity)
 
     def take(self, labels) -> np.ndarray:
         """Returns the slots of the next examples, int64; later ones overwrite earlier ones."""
@@ -38,17 +64,8 @@ class Reservoir:
             drawn[late] = (self._random.random(int(late.sum())) * (numbers[late] + 1)).astype("int64")
         return np.where(drawn < self.capacity, drawn, NONE)
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Returns the complete state as arrays."""
-        return {"seen": np.array([self.seen], "int64"), "random": _words(self._random)}
 
-    def put(self, state: dict[str, np.ndarray]) -> None:
-        """Restores the result of `state`."""
-        self.seen = int(state["seen"][0])
-        _put_words(self._random, state["random"])
-
-
-class Balanced:
+class Balanced(_Sampler):
     """The class-balanced reservoir, in which the largest class gives up a slot (Chrysakis and Moens, 2020).
 
     A class that has, or once had, the most slots while the memory was full is "full": it continues as a reservoir of
@@ -64,16 +81,10 @@ class Balanced:
     """
 
     def __init__(self, capacity: int, seed: int):
-        self.capacity, self.seen = capacity, 0
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        super().__init__(capacity, seed)
         self._places: dict[int, list[int]] = {}
         self._seen: dict[int, int] = {}
         self._full: set[int] = set()
-
-    @property
-    def kept(self) -> int:
-        """The number of slots in use."""
-        return min(self.seen, self.capacity)
 
     def take(self, labels) -> np.ndarray:
         """Returns the slots of the next examples, int64; later ones overwrite earlier ones."""
@@ -104,9 +115,7 @@ class Balanced:
     def state(self) -> dict[str, np.ndarray]:
         """Returns the complete state as arrays."""
         labels = list(self._places)
-        return {
-            "seen": np.array([self.seen], "int64"),
-            "random": _words(self._random),
+        return super().state() | {
             "labels": np.array(labels, "int64"),
             "seen_each": np.array([self._seen[c] for c in labels], "int64"),
             "full": np.array([c in self._full for c in labels]),
@@ -116,32 +125,10 @@ class Balanced:
 
     def put(self, state: dict[str, np.ndarray]) -> None:
         """Restores the result of `state`."""
-        self.seen = int(state["seen"][0])
-        _put_words(self._random, state["random"])
+        super().put(state)
         labels = state["labels"].tolist()
         ends = np.cumsum(state["kept_each"])
         cut = np.split(state["places"], ends[:-1]) if labels else []
         self._places = {c: places.tolist() for c, places in zip(labels, cut, strict=True)}
         self._seen = dict(zip(labels, state["seen_each"].tolist(), strict=True))
         self._full = {c for c, is_full in zip(labels, state["full"], strict=True) if is_full}
-
-
-def _words(random: np.random.Generator) -> np.ndarray:
-    state = random.bit_generator.state
-    numbers = state["state"]["state"], state["state"]["inc"]
-    words = [(number >> shift) & (2**32 - 1) for number in numbers for shift in (96, 64, 32, 0)]
-    return np.array([*words, state["has_uint32"], state["uinteger"]], "uint32")
-
-
-def _put_words(random: np.random.Generator, words: np.ndarray) -> None:
-    words = [int(word) for word in words]
-
-    def number(at: int) -> int:
-        return sum(word << shift for word, shift in zip(words[at : at + 4], (96, 64, 32, 0), strict=True))
-
-    random.bit_generator.state = {
-        "bit_generator": "PCG64",
-        "state": {"state": number(0), "inc": number(4)},
-        "has_uint32": words[8],
-        "uinteger": words[9],
-    }

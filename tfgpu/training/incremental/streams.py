@@ -136,12 +136,18 @@ def fit_stream(
             "A Checkpoint supports a single `fit`, but each window is one. Use "
             '`tasks=tfgpu.callbacks.Tasks(folder, remember={"replay": replay})` instead.'
         )
-    skip = _begun(tasks, model, replay, skip)
+    if tasks is not None:
+        if skip:
+            raise InputError(f"`tasks` determines how many windows are done. Received: skip={skip} too. Remove it.")
+        if replay is not None and not tasks.remembers(replay):
+            raise InputError('`tasks` must save the replay memory: Tasks(folder, remember={"replay": replay}).')
+        skip = tasks.begin(model)
     done: list[dict[str, Any]] = [] if tasks is None else tasks.logs
     for at, rows in enumerate(windows(stream, window)):
         if at < skip:
             continue
-        data = _data(rows, global_batch, replay, share, seed + at)
+        data = _shuffled(rows, seed + at).batch(global_batch)
+        data = data if replay is None else replay.mix(data, share)
         if tasks is not None:
             fit["callbacks"] = [*callbacks, tasks.checkpoint()]
         history = model.fit(data, epochs=epochs, shuffle=False, **fit)
@@ -155,20 +161,7 @@ def fit_stream(
     return done
 
 
-def _begun(tasks: Any, model: keras.Model, replay: Replay | None, skip: int) -> int:
-    """Returns how many windows are done."""
-    if tasks is None:
-        return skip
-    if skip:
-        raise InputError(f"`tasks` determines how many windows are done. Received: skip={skip} too. Remove it.")
-    if replay is not None and not tasks.remembers(replay):
-        raise InputError('`tasks` must save the replay memory: Tasks(folder, remember={"replay": replay}).')
-    return tasks.begin(model)
-
-
-def _data(rows: tuple, global_batch: int, replay: Replay | None, share: float, seed: int) -> tf.data.Dataset:
-    count = len(tf.nest.flatten(rows)[0])
+def _shuffled(rows: tuple, seed: int) -> tf.data.Dataset:
     with tf.device("CPU:0"):
         data = tf.data.Dataset.from_tensor_slices(rows)
-    data = data.shuffle(count, seed=seed).batch(global_batch)
-    return data if replay is None else replay.mix(data, share)
+    return data.shuffle(len(tf.nest.flatten(rows)[0]), seed=seed)
