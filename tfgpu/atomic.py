@@ -109,8 +109,11 @@ def write_bytes(path: str | os.PathLike, content: bytes, *, sync: bool = True) -
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    if _is_stream(Path(path)):
-        Path(path).write_bytes(content)
+    target = Path(path)
+    folder = os.path.realpath(target.parent)
+    is_special = target.exists() and not target.is_file() and not target.is_dir()  # a device or a pipe
+    if folder == "/dev" or folder.startswith("/proc/") or is_special:
+        target.write_bytes(content)
         return
     with replacing(path, suffix=".part", sync=sync) as aside:  # a pattern such as *.json must not find it
         aside.write_bytes(content)
@@ -134,14 +137,6 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _is_stream(path: Path) -> bool:
-    """Whether a path names a device, a pipe or an open file of this process."""
-    folder = os.path.realpath(path.parent)
-    return (
-        folder == "/dev" or folder.startswith("/proc/") or (path.exists() and not path.is_file() and not path.is_dir())
-    )
-
-
 def _replace_folder(aside: Path, target: Path) -> None:
     if _exchange(aside, target):
         return  # the old folder is aside now
@@ -157,10 +152,8 @@ def _replace_folder(aside: Path, target: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swaps the names of two folders in one step; False where the system or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    return renameat2 is not None and not renameat2(
-        _FROM_HERE, os.fsencode(one), _FROM_HERE, os.fsencode(other), _EXCHANGE
-    )
+    renameat2, names = getattr(ctypes.CDLL(None), "renameat2", None), (os.fsencode(one), os.fsencode(other))
+    return renameat2 is not None and not renameat2(_FROM_HERE, names[0], _FROM_HERE, names[1], _EXCHANGE)
 
 
 def _flush_all(path: Path) -> None:

@@ -292,9 +292,8 @@ def _no_process(name: str, connected: Sequence[str]) -> InputError | None:
 
 
 def _missing(asked: int | str, found: tuple[Device, ...]) -> InputError:
-    wrong = (
-        f"There is no device {asked!r}" if isinstance(asked, str) else f"There are fewer devices than devices={asked}"
-    )
+    is_name = isinstance(asked, str)
+    wrong = f"There is no device {asked!r}" if is_name else f"There are fewer devices than devices={asked}"
     return InputError(
         f"{wrong}. Found: {', '.join(device.name for device in found)}. Use these, or run `tfgpu doctor` if a GPU is "
         "missing. To try several devices on CPUs, use `--virtual-devices N`, or "

@@ -33,6 +33,12 @@ _CONVOLUTIONS = (
     keras.layers.Conv2DTranspose,
     keras.layers.Conv3DTranspose,
 )
+_WIDTHS = (
+    (keras.layers.Dense, "units"),
+    (_CONVOLUTIONS, "filters"),
+    (keras.layers.Embedding, "output_dim"),
+    (keras.layers.MultiHeadAttention, "key_dim"),
+)
 # Below this, padding the model's output width costs more in label handling than one small product can gain.
 _SMALL_OUTPUT = 128
 
@@ -89,9 +95,8 @@ def use(name: str = "auto") -> Precision:
     found = environment.devices()
     name = choose(found) if name == "auto" else name
     _warn_without_hardware(name, found)
-    applied = Precision(
-        name, keras.config.dtype_policy(), bool(tf.config.experimental.tensor_float_32_execution_enabled())
-    )
+    has_tf32 = bool(tf.config.experimental.tensor_float_32_execution_enabled())
+    applied = Precision(name, keras.config.dtype_policy(), has_tf32)
     keras.config.set_dtype_policy("float32" if name == "tf32" else name)
     tf.config.experimental.enable_tensor_float_32_execution(name != "float32")
     return applied
@@ -111,8 +116,7 @@ def choose(devices: Iterable[Device]) -> str:
         >>> choose([environment.Device("GPU:0", "GPU", "GPU:0", "NVIDIA T4", (7, 5))])
         'mixed_float16'
     """
-    capabilities = [device.compute_capability or (0, 0) for device in devices if device.kind == "GPU"]
-    lowest = min(capabilities, default=(0, 0))
+    lowest = _lowest(devices)
     if lowest >= (8, 0):
         return "mixed_bfloat16"
     return "mixed_float16" if lowest >= (7, 0) else "float32"
@@ -156,31 +160,32 @@ def advice(model: keras.Model) -> list[Finding]:
 
     Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html
     """
-    outputs = _output_widths(model)
+    # A subclassed model that was never called has no outputs yet.
+    outputs = {tensor.shape[-1] for tensor in getattr(model, "outputs", None) or [] if tensor.shape}
     findings = []
     for layer in _layers(model, set()):
         multiple = 16 if getattr(layer, "quantization_mode", None) in ("int8", "float8") else 8
-        for dimension, size in _widths(layer):
+        for dimension in [name for kinds, name in _WIDTHS if isinstance(layer, kinds)]:
+            size = getattr(layer, dimension)
             if size % multiple and not (size in outputs and size < _SMALL_OUTPUT):
                 findings.append(Finding(layer.name, dimension, size, _suggest(size, multiple)))
     return findings
 
 
+def _lowest(devices: Iterable[Device]) -> tuple[int, int]:
+    """The lowest compute capability of the GPUs; (0, 0) where one is unknown, or there are none."""
+    return min((each.compute_capability or (0, 0) for each in devices if each.kind == "GPU"), default=(0, 0))
+
+
 def _warn_without_hardware(name: str, devices: tuple[Device, ...]) -> None:
     needed = {"tf32": (8, 0), "mixed_float16": (7, 0), "mixed_bfloat16": (8, 0)}.get(name)
-    capabilities = [device.compute_capability or (0, 0) for device in devices if device.kind == "GPU"]
-    if needed and min(capabilities, default=(0, 0)) < needed:
+    if needed and _lowest(devices) < needed:
         _log.warning(
             "Precision '%s' is fast on GPUs of compute capability %d.%d and above; not all here are. %s",
             name,
             *needed,
             "It has no effect on the others." if name == "tf32" else "It works, but slowly: prefer 'auto'.",
         )
-
-
-def _output_widths(model: keras.Model) -> set[int]:
-    # A subclassed model that was never called has no outputs yet.
-    return {tensor.shape[-1] for tensor in getattr(model, "outputs", None) or [] if tensor.shape}
 
 
 def _layers(layer: keras.Layer, seen: set[int]) -> Iterator[keras.Layer]:
@@ -198,18 +203,6 @@ def _layers(layer: keras.Layer, seen: set[int]) -> Iterator[keras.Layer]:
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, keras.Layer):
                 yield from _layers(each, seen)
-
-
-def _widths(layer: keras.Layer) -> list[tuple[str, int]]:
-    if isinstance(layer, keras.layers.Dense):
-        return [("units", layer.units)]
-    if isinstance(layer, _CONVOLUTIONS):
-        return [("filters", layer.filters)]
-    if isinstance(layer, keras.layers.Embedding):
-        return [("output_dim", layer.output_dim)]
-    if isinstance(layer, keras.layers.MultiHeadAttention):
-        return [("key_dim", layer.key_dim)]
-    return []
 
 
 def _suggest(size: int, multiple: int) -> str:

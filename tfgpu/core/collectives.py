@@ -20,10 +20,7 @@ PACK_BYTES = 32 << 20
 
 
 def all_reduce(
-    values: list,
-    options: tf.distribute.experimental.CommunicationOptions | None = None,
-    *,
-    in_groups: bool = False,
+    values: list, options: tf.distribute.experimental.CommunicationOptions | None = None, *, in_groups: bool = False
 ) -> list:
     """Sums tensors or IndexedSlices over all replicas, outside XLA's clusters; None stays None.
 
@@ -322,9 +319,7 @@ def _all_reduce(values: list, options) -> list:
 
 
 def all_gather(
-    value: tf.Tensor,
-    options: tf.distribute.experimental.CommunicationOptions | None = None,
-    launcher: object = None,
+    value: tf.Tensor, options: tf.distribute.experimental.CommunicationOptions | None = None, launcher: object = None
 ) -> tf.Tensor:
     """The values of all replicas, [replicas, *value.shape], in a graph; in the order of TensorFlow's ranks.
 

@@ -25,9 +25,7 @@ def weigh(grads: list, scaled: bool) -> list:
     def local(gradient):
         if gradient is None or not weigh:
             return gradient
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(part(gradient.values), gradient.indices, gradient.dense_shape)
-        return part(gradient)
+        return _with_values(gradient, part(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient))
 
     return _without_stand_ins([local(g) for g in grads])
 
@@ -40,19 +38,16 @@ def loss_scale_of(optimizer):
 
 
 def _without_stand_ins(grads: list) -> list:
+    """Zeros if this replica saw only a stand-in row, which may have produced infinities; else the input, not copied."""
     # In a loop by hand no row stands in, and what an empty shard's loss adds, as a penalty on weights, counts.
     if step_context.step() is None or step_context.surely_has_rows():
         return grads
-    kept = iter(_zero_without_rows([g for g in grads if g is not None]))
-    return [None if g is None else next(kept) for g in grads]
-
-
-def _zero_without_rows(gradients: list) -> list:
-    """Zeros if this replica saw only a stand-in row, which may have produced infinities; else the input, not copied."""
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
     with step_context.outside_xla():
-        values = tf.cond(step_context.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values])
-    return [
-        tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v
-        for g, v in zip(gradients, values, strict=True)
-    ]
+        kept = iter(tf.cond(step_context.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values]))
+    return [None if g is None else _with_values(g, next(kept)) for g in grads]
+
+
+def _with_values(gradient: tf.Tensor | tf.IndexedSlices, values: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    is_sliced = isinstance(gradient, tf.IndexedSlices)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sliced else values

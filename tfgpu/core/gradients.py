@@ -209,12 +209,12 @@ def _sum(update: Update) -> list:
         replication.check_is_replicated(variable)
     for optimizer in (update.optimizer, update.inner, *optimizers.within(update.inner)):
         count_on_every_replica(optimizer)
-    if whole_batch.sees_whole_batch():
-        return _sum_of_whole(update)
+    if whole_batch.sees_whole_batch():  # gradients are sums already; a feature's own way makes them of equal parts
+        sums = _sum_of_extensions(update, whole_batch.part_of(update.gradients))
+        return list(update.gradients) if sums is None else sums
     overwriting = _overwriting(update)
     parts = _parts([None if at in overwriting else gradient for at, gradient in enumerate(update.gradients)], update)
-    found = (extension.sum(update, parts) for extension in extensions.gradient_extensions)
-    sums = next((sums for sums in found if sums is not None), None)
+    sums = _sum_of_extensions(update, parts)
     if sums is None:
         sums = collectives.sum_gradients(parts)
     for at, largest in zip(overwriting, row_sums.most([update.gradients[at] for at in overwriting]), strict=True):
@@ -222,11 +222,10 @@ def _sum(update: Update) -> list:
     return sums
 
 
-def _sum_of_whole(update: Update) -> list:
-    """Gradients that are sums already, as a feature that sums in a way of its own makes them of equal parts."""
-    parts = whole_batch.part_of(update.gradients)
+def _sum_of_extensions(update: Update, parts: list) -> list | None:
+    """What the first feature that sums these gradients makes of them."""
     found = (extension.sum(update, parts) for extension in extensions.gradient_extensions)
-    return next((sums for sums in found if sums is not None), list(update.gradients))
+    return next((sums for sums in found if sums is not None), None)
 
 
 def _parts(gradients: list, update: Update) -> list:

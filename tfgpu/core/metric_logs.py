@@ -144,12 +144,9 @@ def _as_numbers(logs: dict) -> dict:
         if isinstance(value, dict):
             found |= _as_numbers(value)
         else:
-            found[name] = float(value) if _is_number(value) else value
+            is_number = tf.is_tensor(value) and value.shape.rank == 0 and value.dtype != tf.string
+            found[name] = float(value) if is_number else value
     return found
-
-
-def _is_number(value: object) -> bool:
-    return tf.is_tensor(value) and value.shape.rank == 0 and value.dtype != tf.string
 
 
 def _contribution(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:

@@ -152,19 +152,19 @@ def _code(branch: Callable | None) -> object:
     return getattr(branch, "__code__", None)
 
 
-def _decide(stock, self):
-    if (decided := _decided.get()) is not None:
-        decided.append(self)
-    return stock(self)
-
-
 @contextlib.contextmanager
 def counting_decisions() -> Iterator[list]:
     """In the block, which runs eagerly, notes what decides by a number: conditions, and loops that end by one.
 
     Noted are eager tensors that are taken for true or false, as `tf.while_loop` does.
     """
-    with wrapped(private.EagerTensor, _decide, "__bool__"), _decided.set_to([]):
+
+    def decide(stock, self):
+        if (decided := _decided.get()) is not None:
+            decided.append(self)
+        return stock(self)
+
+    with wrapped(private.EagerTensor, decide, "__bool__"), _decided.set_to([]):
         yield _decided.get()
 
 

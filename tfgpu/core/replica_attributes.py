@@ -138,21 +138,17 @@ def tell(
             how if is_eager else traced,
         )
     if found.generators and not is_eager:
-        _log.warning(
+        text = (
             "%s draws from a generator of Python or NumPy (%s). This happens when TensorFlow traces the step, not in "
-            "each step: all steps get the same numbers, perhaps not those of one device. %s",
-            name,
-            _listed(found.generators),
-            seed,
+            "each step: all steps get the same numbers, perhaps not those of one device. %s"
         )
+        _log.warning(text, name, _listed(found.generators), seed)
     elif found.generators and replication.spans_processes(strategy):
-        _log.warning(
+        text = (
             "%s draws from a generator of Python or NumPy (%s), and each worker has its own. Seed it equally on all "
-            "workers. %s",
-            name,
-            _listed(found.generators),
-            seed,
+            "workers. %s"
         )
+        _log.warning(text, name, _listed(found.generators), seed)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -162,8 +158,7 @@ def _listed(names: Iterable[str]) -> str:
 def _layers() -> list:
     called = call_context()
     models = (*step_context.current().models, *([called.entry_layer] if called is not None else ()))
-    found = {id(layer): layer for model in models for layer in layers_within(model)}
-    return list(found.values())
+    return list({id(layer): layer for model in models for layer in layers_within(model)}.values())
 
 
 @contextlib.contextmanager

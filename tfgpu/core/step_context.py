@@ -299,22 +299,16 @@ def num_replicas(dtype: str = "float32") -> tf.Tensor:
     return tf.constant(replica_context().num_replicas_in_sync, dtype)
 
 
-@contextlib.contextmanager
-def xla_scope(facts: Step) -> Iterator[None]:
+def xla_scope(facts: Step) -> contextlib.AbstractContextManager:
     """Lets XLA compile what it can of the block, if the step asks for it; collectives stay outside."""
-    if not facts.jit:
-        yield
-        return
-    with tf.xla.experimental.jit_scope():
-        yield
+    return tf.xla.experimental.jit_scope() if facts.jit else contextlib.nullcontext()
 
 
 def outside_xla():
     """Keeps the operations of the block out of XLA's clusters, in a step that XLA compiles."""
     facts = current().step
-    if facts is not None and facts.jit:
-        return tf.xla.experimental.jit_scope(compile_ops=False)
-    return contextlib.nullcontext()
+    is_compiled = facts is not None and facts.jit
+    return tf.xla.experimental.jit_scope(compile_ops=False) if is_compiled else contextlib.nullcontext()
 
 
 def is_in_xla() -> bool:

@@ -6,6 +6,7 @@
 import collections
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +15,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.training import strategy_of
 from tfgpu.core import (
     batch_sharding,
     block_event,
+    extensions,
     input_stats,
     iterator_end,
     replication,
     step_blocks,
     traffic,
     worker_vote,
-    xla_compile,
 )
 from tfgpu.core.feed import read_ahead, sharded_dataset
 from tfgpu.core.loop_builder import TOGETHER, LoopBuilder, LoopKind, Updates
@@ -35,6 +37,9 @@ from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.state import takeover
 from tfgpu.core.step_blocks import Block
 from tfgpu.core.workers import ledger
+from tfgpu.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -233,16 +238,12 @@ class StepRunner:
 
     @contextlib.contextmanager
     def _around_call(self, kind: LoopKind, count: int):
-        set_by = step_blocks.set_by(self._model, self.kind)
-        with kind.updates.running():
-            with block_event.steps_begin(self.done, count, self.kind, set_by, jit=self._jit), self._waiting(count):
+        set_by, batches = step_blocks.set_by(self._model, self.kind), self.loops.batch_count
+        with kind.updates.running(), block_event.steps_begin(self.done, count, self.kind, set_by, jit=self._jit):
+            if batches is not None:
+                batches.begin()
+            with ledger.waiting(batches, (self.done, count)):
                 yield
-
-    def _waiting(self, count: int) -> contextlib.AbstractContextManager:
-        batches = self.loops.batch_count
-        if batches is not None:
-            batches.begin()
-        return ledger.waiting(batches, (self.done, count))
 
     def _updates(self) -> Updates:
         """How the replicas update the weights in the next step."""
@@ -260,7 +261,7 @@ class StepRunner:
 
 def use_step_runner() -> None:
     """Gives models on one device, or on replicas, a `StepRunner` as their train and test functions."""
-    xla_compile.compile_only_what_xla_can()
+    _compile_only_what_xla_can()
     iterator_end.destroy_iterators_in_background()
 
     @wrap("TensorFlowTrainer.make_function")
@@ -271,6 +272,34 @@ def use_step_runner() -> None:
         if is_plain or replication.is_replicated(strategy):
             return StepRunner(self, step_function)
         return stock(self, step_function)
+
+
+def _compile_only_what_xla_can() -> None:
+    """Makes `compile(jit_compile=True)` of a model over several devices compile the calls of its layers."""
+
+    @extensions.compilations.register
+    @contextlib.contextmanager
+    def around_compile(model, arguments):
+        asked = arguments.get("jit_compile")
+        if asked not in (None, False, True, "auto"):
+            raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
+        is_prevented = any(prevents(model) for prevents in extensions.xla_obstacles)
+        by_calls = is_prevented and asked is True
+        if by_calls and not any(compiles(model) for compiles in extensions.xla_by_calls):
+            raise InputError(
+                "XLA can compile neither this model's step nor the calls of its layers, which several devices compute "
+                "together (`sequence`). Compile with jit_compile=False."
+            )
+        yield
+        slots.of(model).xla_by_calls = by_calls
+        if is_prevented:
+            model.jit_compile = False
+        if by_calls:
+            _log.info(
+                "jit_compile=True: %r runs on several devices. XLA compiles the calls of its layers, forward and "
+                "backward, each on its device, but not the loss, the metrics, the update or the communication.",
+                model.name,
+            )
 
 
 def _is_dataset_iterator(batches: Any) -> bool:

@@ -39,14 +39,12 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
     on_all = run.on_all if run is not None else ()
     callbacks = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose squares can be summed without overflow
     facts = [length, callbacks, data_order.seed_mark()]
-    sums = collectives.sum_over_workers(
-        strategy, [1, *facts, *(fact * fact for fact in facts), *map(int, asked)]
-    ).tolist()
+    numbers = [1, *facts, *(fact * fact for fact in facts), *map(int, asked)]
+    sums = collectives.sum_over_workers(strategy, numbers).tolist()
     count, totals, squares, asking = sums[0], sums[1:4], sums[4:7], sums[7:]
     # The numbers are equal if the mean of their squares is the square of their mean.
-    same_length, same_callbacks, same_seed = (
-        total * total == count * square for total, square in zip(totals, squares, strict=True)
-    )
+    pairs = zip(totals, squares, strict=True)
+    same_length, same_callbacks, same_seed = (total * total == count * square for total, square in pairs)
     if not same_callbacks:
         raise _different_callbacks(broadcast.texts_of_all_workers(strategy, ", ".join(on_all)))
     for meet in run.on_meeting if run is not None else ():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.core.dealing import batches, epochs, links, wire
+from tfgpu.core.dealing import batches, epochs, links
 from tfgpu.core.dealing.batches import Layout
 from tfgpu.core.dealing.links import Links
 from tfgpu.core.dealing.making import Ahead, Chosen, OneByOne
@@ -199,13 +199,13 @@ def test_strangers_get_no_answer_and_block_nobody(mesh):
         with socket.create_connection(address, 5) as silent, socket.create_connection(address, 5) as stranger:
             stranger.sendall(os.urandom(68))
             assert stranger.recv(1) == b""
-            with pytest.raises((OSError, wire.Stranger)):
-                wire.call(address, 1, b"another key" * 3)
-            with wire.call(address, 1, KEY) as connection:
+            with pytest.raises((OSError, links.Stranger)):
+                links.call(address, 1, b"another key" * 3)
+            with links.call(address, 1, KEY) as connection:
                 waiting.join(300)
                 assert list(connections) == [1]
-                wire.send(connection, {"key": [], "kind": "x"}, [memoryview(b"abc")])
-                header, content = wire.receive(connections[1])
+                links.send(connection, {"key": [], "kind": "x"}, [memoryview(b"abc")])
+                header, content = links.receive(connections[1])
                 assert header == {"key": [], "kind": "x"} and content.tobytes() == b"abc"
             assert silent.fileno() > 0
         connections[1].close()

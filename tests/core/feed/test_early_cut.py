@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.core import worker_rows
-from tfgpu.core.feed import costs, early_cut
+from tfgpu.core.feed import early_cut, notes
 from tfgpu.core.worker_rows import Ranges
 
 ROWS = 23
@@ -297,11 +297,11 @@ def test_what_every_worker_runs_is_said_with_its_cost(caplog):
     iterator = iter(early_cut.rows_of(dataset, ranges).make(ranges))
     for _ in range(2):
         next(iterator)
-    found = costs.measure(iterator, 2, cut, note.stages)
+    found = notes.measure(iterator, 2, cut, note.stages)
     assert 0 < found.share <= 1 and found.batch_ms > 0 and "map (function)" in dict(found.largest), found
     whole = iter(dataset)
     next(whole)
-    assert costs.measure(whole, 1, None, note.stages).share == 1
+    assert notes.measure(whole, 1, None, note.stages).share == 1
     with caplog.at_level("INFO", logger="tfgpu"):
         note.tell(found)
     assert (
@@ -311,7 +311,7 @@ def test_what_every_worker_runs_is_said_with_its_cost(caplog):
     options.autotune.enabled = False
     silent = iter(dataset.with_options(options))
     next(silent)
-    assert costs.measure(silent, 1, None, note.stages) is None
+    assert notes.measure(silent, 1, None, note.stages) is None
 
 
 @dataclasses.dataclass
@@ -324,7 +324,7 @@ class Run:
 
 
 def test_a_shuffle_of_all_has_forgotten_what_it_cost_to_read_but_a_thread_has_looked(caplog, monkeypatch):
-    looked, measure = threading.Event(), costs.measure
+    looked, measure = threading.Event(), notes.measure
 
     def measured(*given):
         found = measure(*given)
@@ -342,7 +342,7 @@ def test_a_shuffle_of_all_has_forgotten_what_it_cost_to_read_but_a_thread_has_lo
     def waits(x, y):
         return tf.cond(x[0] == last, lambda: late(x), lambda: x), y
 
-    monkeypatch.setattr(costs, "measure", measured)
+    monkeypatch.setattr(notes, "measure", measured)
     last = next(iter(source().skip(ROWS - 1)))[0][0]
     dataset = decoded(source()).map(waits).shuffle(60, seed=4).batch(5).map(by_rows)
     cut, obstacle = early_cut.find(dataset)

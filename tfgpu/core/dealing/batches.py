@@ -44,14 +44,10 @@ class Layout:
             found = [_array(value, each.dtype) for value, each in zip(values, self.specs, strict=True)]
         except (TypeError, ValueError) as error:
             raise InputError(f"A batch is not like the first one, {self.spec}: {error}.") from None
-        for array, each in zip(found, self.of_rows_specs(), strict=True):
+        for array, each in zip(found, datasets.flat(self.of_rows), strict=True):
             if not each.shape.is_compatible_with(array.shape):
                 raise InputError(f"A batch has an array of shape {array.shape}, where the first has {each.shape}.")
         return found
-
-    def of_rows_specs(self) -> list[tf.TensorSpec]:
-        """`of_rows`, flat."""
-        return datasets.flat(self.of_rows)
 
     def packed(self, arrays: Sequence[np.ndarray]) -> object:
         """Arrays in the batch's structure."""

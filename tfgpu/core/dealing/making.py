@@ -1,10 +1,12 @@
 """Makes chosen batches of a `PyDataset`, one by one or ahead by Keras's threads or processes."""
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 from tfgpu.compat.keras import OrderedEnqueuer
 from tfgpu.core.dealing.streams import Closed, Failed
@@ -14,41 +16,36 @@ _MOST_SAID = 200
 END = "end"
 
 
+@dataclasses.dataclass(frozen=True)
 class Chosen:
     """Some batches of a `PyDataset`, numbered from 0. Processes get a copy.
 
     Each is a tuple of one batch, or the error that came of it; after the last one, `END`.
 
-    Args:
+    Attributes:
         dataset: the `PyDataset`.
         order: the numbers of the dataset's batches, in the order of the epoch; None if they do not end.
         base: without an order, the number of the first batch.
         first, step: of the order, which batches are made.
         make: of the dataset and the number of a batch, what is made of it.
+        num_batches: unknown: what asks for batches stops by itself, and goes on where it stopped.
     """
 
-    num_batches = None
-    """What asks for batches stops by itself, and goes on where it stopped."""
-
-    def __init__(
-        self,
-        dataset: object,
-        order: Sequence[int] | None,
-        base: int,
-        first: int,
-        step: int,
-        make: Callable[[object, int], object],
-    ):
-        self._dataset, self._order, self._base = dataset, order, base
-        self._first, self._step, self._make = first, step, make
+    dataset: object
+    order: Sequence[int] | None
+    base: int
+    first: int
+    step: int
+    make: Callable[[object, int], object]
+    num_batches: ClassVar[None] = None
 
     def __getitem__(self, number: int) -> object:
-        at = self._first + number * self._step
-        if self._order is not None and at >= len(self._order):
+        at = self.first + number * self.step
+        if self.order is not None and at >= len(self.order):
             return END
-        batch = self._base + at if self._order is None else self._order[at]
+        batch = self.base + at if self.order is None else self.order[at]
         try:
-            return (self._make(self._dataset, batch),)
+            return (self.make(self.dataset, batch),)
         except Exception as error:  # a user's class may raise anything
             text = described(f"{type(error).__name__}: {error}")
             return Failed(batch, text, isinstance(error, _OF_MACHINE), traceback.format_exc())

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,25 +70,15 @@ class SharedPyDataset:
         adapter: Keras's, of the dataset.
         links: to the other workers; None if there are none, and each makes its own rows.
         number: of the dataset among those that the workers share.
-        layout: of its batches.
-        ranges: each worker's rows, by rank.
-        rank: this worker's.
+        spec: of its batches.
         own: makes this worker's rows; None if the workers take turns.
     """
 
     def __init__(
-        self,
-        adapter: PyDatasetAdapter,
-        links: Links | None,
-        number: int,
-        layout: Layout,
-        ranges: Sequence[Ranges],
-        rank: int,
-        own: OwnRows | None,
+        self, adapter: PyDatasetAdapter, links: Links | None, number: int, spec: StreamSpec, own: OwnRows | None
     ):
         self.dataset, self.links, self.number, self.own = adapter.py_dataset, links, number, own
-        self._adapter, self._rank = adapter, rank
-        self._spec = StreamSpec(type(self.dataset).__name__, layout, ranges, len(ranges))
+        self._adapter, self._spec = adapter, spec
         self._passes, self._epochs, self._read = itertools.count(), itertools.count(), 0
         self._sources: list[OneByOne | Ahead] = []
 
@@ -115,7 +105,7 @@ class SharedPyDataset:
         if self.links is None:
             return order, base
         key = ("order", *key[1:])
-        if self._rank == 0:
+        if self.links.rank == 0:
             self.links.tell(key, "order", order=order, base=base)
             return order, base
         found = self._heard(key)
@@ -135,7 +125,7 @@ class SharedPyDataset:
         return found
 
     def _dealt(self, key: tuple, order: list[int] | None, base: int) -> Iterator[tuple[object, np.ndarray]]:
-        chosen = Chosen(self.dataset, order, base, self._rank, self._spec.makers, operator.getitem)
+        chosen = Chosen(self.dataset, order, base, self.links.rank, self._spec.makers, operator.getitem)
         source = self._source(chosen, lambda batch: training.standardized(self._adapter, batch))
         try:
             yield from Stream(self.links, key, self._spec, source).read()
@@ -189,13 +179,14 @@ class SharedPyDataset:
                 "Give the class a method `num_rows(index)`, which says how many rows a batch has."
             )
         found = self._joined_parts(self.own(self.dataset, index)[0])
-        for name, ours, theirs in zip(
-            names(self._spec.layout), found, batches.taken(whole, self.own.ranges, total), strict=True
-        ):
+        expected = batches.taken(whole, self.own.ranges, total)
+        for name, ours, theirs in zip(names(self._spec.layout), found, expected, strict=True):
             if ours.shape != theirs.shape or ours.tobytes() != theirs.tobytes():
+                is_alike = ours.shape == theirs.shape
+                told = "other values" if is_alike else f"shape {ours.shape}, expected {theirs.shape}"
                 raise InputError(
                     f"`{self._spec.name}.rows` and `__getitem__` return different rows of batch {index}: the first "
-                    f"array that differs is `{name}` ({_told(ours, theirs)}). `rows(index, start, stop)` must return "
+                    f"array that differs is `{name}` ({told}). `rows(index, start, stop)` must return "
                     "exactly these rows of the batch. If `__getitem__` draws random numbers, seed them by the row; or "
                     "remove `rows`, and the workers take turns."
                 )
@@ -210,26 +201,20 @@ class SharedPyDataset:
                 yield
                 return
             number = next(self._epochs)
-            before = self._take_over_states(("states", self.number, number))
+            key = ("states", self.number, number)
+            if self.links.rank == 0:
+                self.links.tell(key, "states", states=epochs.states(self.dataset))
+            else:
+                epochs.take_over(self.dataset, self._heard(key)["states"])
+            before = epochs.marks(self.dataset)
             yield
             changed = epochs.changed(before, epochs.marks(self.dataset))
             key = ("changed", self.number, number)
-            if self._rank == 0:
+            if self.links.rank == 0:
                 self.links.tell(key, "changed", changed=changed)
             else:
                 chief = self._heard(key)["changed"]
                 epochs.check(self._spec.name, chief, changed, self.links.ledger.name)
-
-    def _take_over_states(self, key: tuple) -> dict[str, str]:
-        if self._rank == 0:
-            self.links.tell(key, "states", states=epochs.states(self.dataset))
-        else:
-            epochs.take_over(self.dataset, self._heard(key)["states"])
-        return epochs.marks(self.dataset)
-
-
-def _told(ours: np.ndarray, theirs: np.ndarray) -> str:
-    return "other values" if ours.shape == theirs.shape else f"shape {ours.shape}, expected {theirs.shape}"
 
 
 def names(layout: Layout) -> list[str]:

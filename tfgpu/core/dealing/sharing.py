@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +20,10 @@ from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import runtime
 from tfgpu.core.dealing import batches, links
 from tfgpu.core.dealing.batches import Layout
-from tfgpu.core.dealing.generators import SharedGenerator
 from tfgpu.core.dealing.links import Links
+from tfgpu.core.dealing.making import described
 from tfgpu.core.dealing.py_dataset import OwnRows, Recording, SharedPyDataset, has_rows, names
+from tfgpu.core.dealing.streams import Failed, Stream, StreamSpec
 from tfgpu.core.worker_rows import Ranges, WorkerRows
 from tfgpu.core.workers import ledger
 from tfgpu.core.workers.messages import Messages
@@ -33,21 +35,16 @@ _WHOLE = "Every worker makes whole batches of %s, and keeps its rows: %s."
 
 
 @dataclass(frozen=True)
-class FromPyDataset:
+class MadeBy:
     """Where a tf.data dataset comes from.
 
     Attributes:
-        adapter: Keras's.
-        first: the batches that Keras has read to see what they hold, by number.
+        adapter: Keras's, of a `PyDataset`; None for a generator.
+        first: the batches that Keras has read of it to see what they hold, by number.
     """
 
-    adapter: PyDatasetAdapter
-    first: dict[int, object]
-
-
-@dataclass(frozen=True)
-class FromGenerator:
-    """A tf.data dataset comes from a generator."""
+    adapter: PyDatasetAdapter | None = None
+    first: dict[int, object] = field(default_factory=dict)
 
 
 def share_python_data() -> None:
@@ -63,13 +60,13 @@ def share_python_data() -> None:
             found = stock(self)
         finally:
             self.py_dataset = dataset
-        slots.of(found).made_by = FromPyDataset(self, recording.batches)
+        slots.of(found).made_by = MadeBy(self, recording.batches)
         return found
 
     @wrap("GeneratorDataAdapter.get_tf_dataset")
     def get_dataset_of_generator(stock, self):
         found = stock(self)
-        slots.of(found).made_by = FromGenerator()
+        slots.of(found).made_by = MadeBy()
         return found
 
     @wrap("PyDatasetAdapter.on_epoch_begin")
@@ -124,6 +121,52 @@ def rows_of(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, ranges: 
     return _Sharing(strategy, dataset, slots.of(dataset).made_by, ranges).rows()
 
 
+class _Reading:
+    """Reads Keras's own dataset of a generator, as one device does.
+
+    Args:
+        dataset: of whole batches.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self._iterator, self._count = iter(dataset), itertools.count()
+
+    def __next__(self) -> object:
+        batch = next(self._count)
+        try:
+            return next(self._iterator)
+        except tf.errors.OpError as error:
+            of_machine = not isinstance(error, tf.errors.InvalidArgumentError)
+            raise Failed(batch, described(error.message), of_machine, error.message) from None
+
+    def close(self) -> None:
+        """The iterator ends with this object."""
+
+
+class SharedGenerator:
+    """A generator that the first worker reads for all: it need not yield the same on every worker.
+
+    Args:
+        dataset: Keras's, of whole batches.
+        links: to the other workers.
+        number: of the data among those that the workers share.
+        layout: of its batches.
+        ranges: each worker's rows, by rank.
+    """
+
+    works_ahead = False
+
+    def __init__(self, dataset: tf.data.Dataset, links: Links, number: int, layout: Layout, ranges: Sequence[Ranges]):
+        self._dataset, self._links, self._number = dataset, links, number
+        self._spec, self._passes = StreamSpec("generator", layout, ranges, 1), itertools.count()
+
+    def read(self) -> Iterator[tuple[object, np.ndarray]]:
+        """One pass: this worker's rows of batch after batch, and each batch's number of rows."""
+        key = ("generator", self._number, next(self._passes))
+        source = _Reading(self._dataset) if self._links.rank == 0 else None
+        yield from Stream(self._links, key, self._spec, source).read()
+
+
 class _Sharing:
     """Shares one dataset.
 
@@ -134,14 +177,14 @@ class _Sharing:
         ranges: this worker's rows.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, source: object, ranges: Ranges):
+    def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, source: MadeBy, ranges: Ranges):
         self._strategy, self._dataset, self._source = strategy, dataset, source
         devices = len(ranges.shards)
         workers = ranges.count // devices
         self._all = [Ranges(tuple(d * workers + w for d in range(devices)), ranges.count) for w in range(workers)]
         self._rank = self._all.index(ranges)
         self._layout = Layout(dataset.element_spec)
-        self._is_generator = isinstance(source, FromGenerator)
+        self._is_generator = source.adapter is None
         self._name = "the generator" if self._is_generator else f"`{type(source.adapter.py_dataset).__name__}`"
 
     def rows(self) -> WorkerRows | None:
@@ -171,14 +214,12 @@ class _Sharing:
         if isinstance(found, str) and not has_own:
             return self._whole(found)
         if self._is_generator:
-            return self._read_by_first(found, number)
+            shared = SharedGenerator(self._dataset, found, number, self._layout, self._all)
+            if self._rank == 0:
+                others = len(self._all) - 1
+                _log.info("This worker alone reads the generator, and sends the %d others their rows.", others)
+            return WorkerRows(lambda given: self._made(shared), lambda: None)
         return self._shared(None if isinstance(found, str) else found, number, texts, has_own)
-
-    def _read_by_first(self, found: Links, number: int) -> WorkerRows:
-        shared = SharedGenerator(self._dataset, found, number, self._layout, self._all)
-        if self._rank == 0:
-            _log.info("This worker alone reads the generator, and sends the %d others their rows.", len(self._all) - 1)
-        return WorkerRows(lambda given: self._made(shared), lambda: None)
 
     def _whole(self, why: str) -> None:
         if self._rank == 0:
@@ -190,16 +231,15 @@ class _Sharing:
         if self._rank == 0 and has_own:
             _log.info("Each worker makes its rows of each batch of %s, by its method `rows`.", self._name)
         elif self._rank == 0:
-            _log.info(
-                "The %d workers take turns making the batches of %s, and each sends the others their rows.",
-                len(self._all),
-                self._name,
-            )
+            text = "The %d workers take turns making the batches of %s, and each sends the others their rows."
+            _log.info(text, len(self._all), self._name)
         first = self._first if has_own else lambda: self._compare_first(texts)
         return WorkerRows(lambda given: self._made(shared), first)
 
     def _sharing(self, found: Links | None, number: int, own: OwnRows | None) -> SharedPyDataset:
-        return SharedPyDataset(self._source.adapter, found, number, self._layout, self._all, self._rank, own)
+        adapter = self._source.adapter
+        spec = StreamSpec(type(adapter.py_dataset).__name__, self._layout, self._all, len(self._all))
+        return SharedPyDataset(adapter, found, number, spec, own)
 
     def _with_rows(self, found: Links | None, number: int, texts: Messages) -> SharedPyDataset:
         """Compares what `rows` gives with whole batches. All workers raise what one of them finds."""

@@ -112,7 +112,6 @@ def _is_cut_by_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:
-    kinds = {type(dataset).__name__}.union(
-        *(private.operations_of(f.function.graph) for f in private.functions_of(dataset))
-    )
+    found = [private.operations_of(each.function.graph) for each in private.functions_of(dataset)]
+    kinds = {type(dataset).__name__}.union(*found)
     return any(map(_READERS.fullmatch, kinds)) or any(map(_reads_files, private.sources_of(dataset)))

@@ -16,9 +16,7 @@ _CONTAINED = re.compile(
     r"|Assert|CheckNumerics(V2)?|If|Case|While|StatefulPartitionedCall|TensorArray\w*|StatelessRandomGetAlg|Empty"
 )
 """Operations that TensorFlow calls stateful, but that change only the iterator's own state."""
-_STATE_READS = frozenset(
-    {"LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
-)
+_STATE_READS = set("LookupTableFindV2 LookupTableSizeV2 ReadVariableOp ResourceGather ResourceGatherNd".split())
 _DRAWING = re.compile(r"_?(Shuffle|Random)\w*")
 _REPEATING = re.compile(r"_?(Repeat|\w*FlatMap|\w*Interleave)\w*")
 
@@ -52,19 +50,14 @@ def _reaches_out(data: object) -> bool:
         reaches = _REACHING.fullmatch(kind.__name__) is not None
     return (
         reaches
-        or any(_function_reaches_out(wrapper.function.graph) for wrapper in private.functions_of(data))
+        or any(map(_operation_reaches_out, _own_operations_of(data)))
         or any(map(reaches_out, private.sources_of(data)))
     )
 
 
-def _function_reaches_out(graph: tf.Graph) -> bool:
-    return any(map(_operation_reaches_out, private.operations_of(graph)))
-
-
 def _operation_reaches_out(kind: str) -> bool:
-    if not private.is_stateful(kind):
-        return False
-    return _CONTAINED.fullmatch(kind) is None or _REACHING.fullmatch(kind) is not None
+    is_unknown = _CONTAINED.fullmatch(kind) is None or _REACHING.fullmatch(kind) is not None
+    return private.is_stateful(kind) and is_unknown
 
 
 def reads_state(data: tf.data.Dataset) -> bool:
@@ -93,6 +86,9 @@ def _operations_of(data: tf.data.Dataset) -> set[str]:
     """The kinds of operations in the functions of a dataset's stages."""
     kept = slots.of(data)
     if not hasattr(kept, "operations"):
-        found = [private.operations_of(wrapper.function.graph) for wrapper in private.functions_of(data)]
-        kept.operations = set().union(*found, *map(_operations_of, private.sources_of(data)))
+        kept.operations = _own_operations_of(data).union(*map(_operations_of, private.sources_of(data)))
     return kept.operations
+
+
+def _own_operations_of(data: tf.data.Dataset) -> set[str]:
+    return set().union(*(private.operations_of(each.function.graph) for each in private.functions_of(data)))

@@ -59,7 +59,9 @@ def can_read_ahead(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -
     if replication.is_on_host(strategy) or not isinstance(dataset, tf.data.Dataset):
         return False
     specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if not isinstance(spec, private.NoneTensorSpec)]
-    if not all(map(_can_be_on_gpu, specs)) or not _is_worth_its_int32(specs):
+    on_host = tf.string, tf.resource, tf.variant
+    can_be_on_gpu = all(isinstance(spec, tf.TensorSpec) and spec.dtype not in on_host for spec in specs)
+    if not can_be_on_gpu or not _is_worth_its_int32(specs):
         return False
     depends = reach.reaches_out(dataset) or reach.reads_state(dataset) or reach.draws_again(dataset)
     return datasets.ends_with_prefetch(dataset) or not depends
@@ -90,10 +92,6 @@ def timed(read: Callable) -> tuple[object, tf.Tensor]:
     tensors = [each for each in tf.nest.flatten(found, expand_composites=True) if tf.is_tensor(each)]
     with tf.device(_HOST), tf.control_dependencies(tensors):
         return found, tf.cast(1e6 * (tf.timestamp() - began), tf.int32)
-
-
-def _can_be_on_gpu(spec: object) -> bool:
-    return isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.string, tf.resource, tf.variant)
 
 
 def _is_worth_its_int32(specs: Sequence[tf.TensorSpec]) -> bool:

@@ -26,7 +26,6 @@ _EXACT = frozenset(
     "StringUpper Sub TruncateDiv ZerosLike".split()
 )
 """Element by element, with operands that are stretched to one shape."""
-_REDUCTIONS = frozenset("All Any Max Min ArgMax ArgMin".split())
 _FIRST_BY_ROWS = frozenset("ResizeNearestNeighbor DecodeRaw".split())
 """Row by row of the first input; the others are free."""
 
@@ -69,14 +68,13 @@ def _kind_of(operation: tf.Operation, kinds: Sequence[Kind | None]) -> Kind | No
         return Kind.FREE
     if any(tensor.shape.rank is None for tensor in [*operation.inputs, *operation.outputs]):
         return None
-    judge = _JUDGES.get(operation.type)
     if operation.type in _EXACT:
-        judge = _is_stretched_by_rows
-    elif operation.type in _REDUCTIONS:
-        judge = _reduces_within_rows
-    elif operation.type in _FIRST_BY_ROWS:
-        judge = _is_first_alone
-    return Kind.ROWS if judge is not None and judge(operation, kinds) else None
+        is_by_rows = _is_stretched_by_rows(operation, kinds)
+    elif kinds[0] is Kind.ROWS and Kind.ROWS not in kinds[1:]:
+        is_by_rows = operation.type in _FIRST_BY_ROWS or _keeps_first_axis(operation, kinds)
+    else:
+        is_by_rows = _joins(operation, kinds)
+    return Kind.ROWS if is_by_rows else None
 
 
 def _is_stretched_by_rows(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
@@ -90,10 +88,6 @@ def _is_stretched_by_rows(operation: tf.Operation, kinds: Sequence[Kind]) -> boo
     return rank > 0
 
 
-def _is_first_alone(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    return kinds[0] is Kind.ROWS and Kind.ROWS not in kinds[1:]
-
-
 def _known(tensor: tf.Tensor) -> list[int] | None:
     found = tf.get_static_value(tensor)
     return None if found is None else found.reshape(-1).tolist()
@@ -104,109 +98,71 @@ def _are_within(axes: Sequence[int] | None, rank: int) -> bool:
     return axes is not None and all(axis % rank for axis in axes)
 
 
-def _reduces_within_rows(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    values, axes = operation.inputs
-    return _is_first_alone(operation, kinds) and _are_within(_known(axes), values.shape.rank)
-
-
-def _expands(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    values, axes = operation.inputs
-    return _is_first_alone(operation, kinds) and _are_within(_known(axes), values.shape.rank + 1)
-
-
-def _squeezes(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    axes = operation.get_attr("squeeze_dims")
-    return bool(axes) and _are_within(axes, operation.inputs[0].shape.rank)
-
-
-def _transposes(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    order = _known(operation.inputs[1])
-    return _is_first_alone(operation, kinds) and order is not None and order[0] == 0
-
-
 def _joins(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    *values, axis = operation.inputs
-    return Kind.FREE not in kinds[:-1] and _are_within(_known(axis), values[0].shape.rank)
+    """Whether an operation of several inputs, not of the first alone, gives rows."""
+    rank = operation.inputs[0].shape.rank
+    match operation.type:
+        case "ConcatV2":
+            return Kind.FREE not in kinds[:-1] and _are_within(_known(operation.inputs[-1]), rank)
+        case "Pack":
+            return Kind.FREE not in kinds and _are_within([operation.get_attr("axis")], rank + 1)
+        case "LookupTableFindV2":
+            return kinds == [Kind.FREE, Kind.ROWS, Kind.FREE]
+        case "GatherV2":  # rows of a table, at places that the batch's rows give
+            is_whole_row = _known(operation.inputs[2]) == [0] and not operation.get_attr("batch_dims")
+            return is_whole_row and kinds == [Kind.FREE, Kind.ROWS, Kind.FREE]
+    return False
 
 
-def _packs(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    return Kind.FREE not in kinds and _are_within([operation.get_attr("axis")], operation.inputs[0].shape.rank + 1)
+def _keeps_first_axis(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
+    """Whether each row of the first input, which alone has rows, stays by itself."""
+    values = operation.inputs[0].shape
+    others = [_known(each) for each in operation.inputs[1:]]
+    known = others[0] if others else None
+    match operation.type:
+        case "All" | "Any" | "Max" | "Min" | "ArgMax" | "ArgMin" | "ReverseV2":
+            return _are_within(known, values.rank)
+        case "ExpandDims":
+            return _are_within(known, values.rank + 1)
+        case "Squeeze":
+            axes = operation.get_attr("squeeze_dims")
+            return bool(axes) and _are_within(axes, values.rank)
+        case "Transpose":
+            return known is not None and known[0] == 0
+        case "OneHot":
+            return operation.get_attr("axis") == -1
+        case "GatherV2":  # columns of the batch's rows
+            return not operation.get_attr("batch_dims") and _are_within(others[1], values.rank)
+        case "Reshape":  # each row keeps its numbers
+            if not known or known[0] != -1 or None in values[1:].as_list():
+                return False
+            return tf.TensorShape(known[1:]).num_elements() == values[1:].num_elements()
+        case "Pad" | "PadV2" | "MirrorPad":
+            return known is not None and known[:2] == [0, 0]
+        case "Tile":
+            return known is not None and known[0] == 1
+        case "ParseExampleV2":
+            return _parses(operation)
+        case "StridedSlice":
+            return _slices(operation, others[2])
+    return _joins(operation, kinds)
 
 
-def _is_one_hot(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    return _is_first_alone(operation, kinds) and operation.get_attr("axis") == -1
-
-
-def _gathers(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    """Rows of a table, at places that the batch's rows give; or columns of the batch's rows."""
-    axis = _known(operation.inputs[2])
-    if axis is None or operation.get_attr("batch_dims") or kinds[2] is not Kind.FREE:
-        return False
-    if kinds[0] is Kind.FREE:
-        return axis == [0] and kinds[1] is Kind.ROWS
-    return kinds[1] is Kind.FREE and _are_within(axis, operation.inputs[0].shape.rank)
-
-
-def _looks_up(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    return kinds == [Kind.FREE, Kind.ROWS, Kind.FREE]
-
-
-def _reshapes(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    """Whether each row keeps its numbers."""
-    values, shape = operation.inputs[0].shape, _known(operation.inputs[1])
-    if not _is_first_alone(operation, kinds) or not shape or shape[0] != -1 or None in values[1:].as_list():
-        return False
-    return tf.TensorShape(shape[1:]).num_elements() == values[1:].num_elements()
-
-
-def _pads(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    found = _known(operation.inputs[1])
-    return _is_first_alone(operation, kinds) and found is not None and found[:2] == [0, 0]
-
-
-def _tiles(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    found = _known(operation.inputs[1])
-    return _is_first_alone(operation, kinds) and found is not None and found[0] == 1
-
-
-def _parses(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
+def _parses(operation: tf.Operation) -> bool:
     """Whether each serialized example gives arrays of fixed shapes: others are sparse, or padded to the longest."""
-    shapes = operation.get_attr("dense_shapes")
     others = [operation.get_attr(name) for name in ("num_sparse", "ragged_value_types")]
     is_named = operation.inputs[1].shape.num_elements() != 0
-    if any(others) or is_named or not _is_first_alone(operation, kinds):
+    if any(others) or is_named or operation.inputs[0].shape.rank != 1:
         return False
-    return operation.inputs[0].shape.rank == 1 and all(tf.TensorShape(each).is_fully_defined() for each in shapes)
+    return all(tf.TensorShape(each).is_fully_defined() for each in operation.get_attr("dense_shapes"))
 
 
-def _slices(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
+def _slices(operation: tf.Operation, strides: list[int] | None) -> bool:
     """Whether a slice `[:, ...]` or `[..., at]` leaves the first axis whole."""
-    masks = {
-        name: operation.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    }
-    strides = _known(operation.inputs[3])
-    if not _is_first_alone(operation, kinds) or not strides or masks["new_axis"]:
+    names = "begin", "end", "ellipsis", "new_axis", "shrink_axis"
+    begin, end, ellipsis, new_axis, shrink_axis = (operation.get_attr(f"{name}_mask") for name in names)
+    if not strides or new_axis:
         return False
-    if masks["ellipsis"] & 1:  # the others are of the last axes
+    if ellipsis & 1:  # the others are of the last axes
         return len(strides) - 1 < operation.inputs[0].shape.rank
-    return bool(masks["begin"] & masks["end"] & 1) and not masks["shrink_axis"] & 1 and strides[0] == 1
-
-
-_JUDGES = {
-    "ConcatV2": _joins,
-    "ExpandDims": _expands,
-    "GatherV2": _gathers,
-    "LookupTableFindV2": _looks_up,
-    "MirrorPad": _pads,
-    "OneHot": _is_one_hot,
-    "Pack": _packs,
-    "Pad": _pads,
-    "PadV2": _pads,
-    "ParseExampleV2": _parses,
-    "Reshape": _reshapes,
-    "ReverseV2": _reduces_within_rows,
-    "Squeeze": _squeezes,
-    "StridedSlice": _slices,
-    "Tile": _tiles,
-    "Transpose": _transposes,
-}
+    return bool(begin & end & 1) and not shrink_axis & 1 and strides[0] == 1

@@ -19,7 +19,6 @@ from tfgpu.core import nested_graphs, replication, step_blocks, step_context, wo
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
 from tfgpu.core.dealing import sharing
 from tfgpu.core.feed import early_cut, read_ahead, shards_ahead
-from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.workers import ledger
 
 
@@ -166,9 +165,7 @@ def _given(rows: worker_rows.WorkerRows) -> Given:
     run = step_blocks.current()
     if run is None:
         return Given.ROWS
-    function = getattr(run.model, f"{run.kind}_function", None)
-    known = getattr(function, "sees_whole_batch", None)
-    if known or (known is None and step_trial.has_own_step(run.model, run.kind)):
+    if shards_ahead.may_see_whole_batch(run):
         return Given.WHOLE
     if not run.looks_at_first_batch or rows.first is not None:
         return Given.ROWS
@@ -218,15 +215,11 @@ class ShardedIterator:
 
     def __next__(self):
         if self.is_ahead:
-            return _next_ahead(self.data.strategy, self.unread)
+            try:
+                return shards_ahead.next_shards(self.data.strategy, self.unread)
+            except tf.errors.OutOfRangeError:
+                raise StopIteration from None
         return _compiled_shard(self.data, self.has_rows)(next(self.source))
-
-
-def _next_ahead(strategy: tf.distribute.Strategy, source: DeviceIterators):
-    try:
-        return shards_ahead.next_shards(strategy, source)
-    except tf.errors.OutOfRangeError:
-        raise StopIteration from None
 
 
 def _whole(shown: tf.data.Iterator) -> object:

@@ -23,14 +23,19 @@ def can_read_ahead(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -
     run = step_blocks.current()
     if run is None or run.looks_at_first_batch or replication.spans_processes(strategy):
         return False
-    function = getattr(run.model, f"{run.kind}_function", None)
-    known = getattr(function, "sees_whole_batch", None)
-    if known or (known is None and step_trial.has_own_step(run.model, run.kind)):
+    if may_see_whole_batch(run):
         return False
     is_spread = any(prevents(run.model) for prevents in extensions.xla_obstacles)
     if is_spread and read_ahead.has_int32(tf.nest.flatten(dataset.element_spec)):
         return False
     return read_ahead.can_read_ahead(strategy, dataset)
+
+
+def may_see_whole_batch(run: step_blocks.Run) -> bool:
+    """Whether the step of a run sees the whole batch, or was not tried yet and is the user's own."""
+    function = getattr(run.model, f"{run.kind}_function", None)
+    known = getattr(function, "sees_whole_batch", None)
+    return step_trial.has_own_step(run.model, run.kind) if known is None else known
 
 
 def shards(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -102,10 +107,8 @@ def next_shards_if_any(
 
 def _distributed(strategy: tf.distribute.Strategy, source: DeviceIterators, found: list, rows: int | None):
     local = None if rows is None else rows // strategy.num_replicas_in_sync
-    values = []
-    for (device, _), given, at in zip(
-        iterators_of(source), found, batch_sharding.ranges_of(strategy).shards, strict=True
-    ):
+    values, places = [], batch_sharding.ranges_of(strategy).shards
+    for (device, _), given, at in zip(iterators_of(source), found, places, strict=True):
         with tf.device(device):
             values.append(_shard(*given, at, local, rows))
     return strategy.experimental_distribute_values_from_function(

@@ -47,7 +47,8 @@ def agree_on_data_order() -> None:
     def init(stock, self, *args, **kwargs):
         stock(self, *args, **kwargs)
         if replication.spans_processes(self) and not _is_seeded_on_all(self):
-            seed = _from_chief(self, random.SystemRandom().randrange(2**31))
+            drawn = random.SystemRandom().randrange(2**31)
+            (seed,) = map(int, collectives.sum_over_workers(self, [drawn * self.extended.should_checkpoint]))
             slots.of(runtime()).agreed_seed = AgreedSeed(seed, random.Random(seed))
             tf.random.set_seed(seed)
             # Data that shuffles itself, and Keras's shuffling of a PyDataset, use these; a script may have seeded them.
@@ -150,10 +151,6 @@ def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:
     mine = zlib.crc32(repr(state).encode()) % 2**20
     count, total, squares = collectives.sum_over_workers(strategy, [1, mine, mine**2])
     return total * total == count * squares
-
-
-def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
-    return int(collectives.sum_over_workers(strategy, [number if strategy.extended.should_checkpoint else 0])[0])
 
 
 def _first_rows(adapter) -> object:

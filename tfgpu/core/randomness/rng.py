@@ -82,9 +82,8 @@ def _wrap_run() -> None:
         is_distributed = [isinstance(v, PerReplica) for v in given]
         if not replication.is_replicated(self) or not any(is_distributed):
             return stock(self, fn, args, kwargs, options)
-        if (
-            isinstance(fn, private_tf.Function) and tf.executing_eagerly()
-        ):  # replicas meet within it, as in stock TensorFlow
+        if isinstance(fn, private_tf.Function) and tf.executing_eagerly():
+            # replicas meet within it, as in stock TensorFlow
             return _run_within(self, fn)(*args, **(kwargs or {}))
         body = private_tf.body_of(fn)
         _check_is_not_of_fit(body, args, kwargs or {})
@@ -227,9 +226,11 @@ def _has_common_noise(layer: keras.layers.Layer) -> bool:
 def _masked(inputs: tf.Tensor, rate: float, rows: RowDraw, shard: DrawShard | None, seed: tf.Tensor) -> tf.Tensor:
     """Dropout by the numbers that XLA makes."""
     dtype, drawn = inputs.dtype, rows if shard is None else shard.unsplit(rows)
-    kept = row_draws.draw(
-        lambda alg, **how: xla_numbers.is_uniform_at_least(rate, dtype=dtype, **how), drawn, seed, dtype
-    )
+
+    def operation(alg, **how):
+        return xla_numbers.is_uniform_at_least(rate, dtype=dtype, **how)
+
+    kept = row_draws.draw(operation, drawn, seed, dtype)
     kept = kept if shard is None else shard.take(kept, rows.static)
     found = tf.where(kept, inputs * tf.constant(1 / (1 - rate), dtype), tf.constant(0, dtype))
     return tf.ensure_shape(found, inputs.shape)
@@ -253,26 +254,15 @@ def _wrap_taken() -> None:
 
     @wrap("random.gamma")
     def gamma(stock, shape, alpha, dtype=None, seed=None):
-        rows = row_draws.of_shape(shape)
-        if rows is None:
-            return stock(shape, alpha, dtype, seed)
-        return row_draws.take(lambda whole: stock(whole, row_draws.pad_rows(alpha, rows), dtype, seed), rows)
+        return _taken(stock, shape, (alpha,), dtype, seed)
 
     @wrap("random.binomial")
     def binomial(stock, shape, counts, probabilities, dtype=None, seed=None):
-        rows = row_draws.of_shape(shape)
-        if rows is None:
-            return stock(shape, counts, probabilities, dtype, seed)
-        counts, probabilities = row_draws.pad_rows(counts, rows), row_draws.pad_rows(probabilities, rows)
-        return row_draws.take(lambda whole: stock(whole, counts, probabilities, dtype, seed), rows)
+        return _taken(stock, shape, (counts, probabilities), dtype, seed)
 
     @wrap("random.beta")
     def beta(stock, shape, alpha, beta, dtype=None, seed=None):
-        rows = row_draws.of_shape(shape)
-        if rows is None:
-            return stock(shape, alpha, beta, dtype, seed)
-        alpha, beta = row_draws.pad_rows(alpha, rows), row_draws.pad_rows(beta, rows)
-        return row_draws.take(lambda whole: stock(whole, alpha, beta, dtype, seed), rows)
+        return _taken(stock, shape, (alpha, beta), dtype, seed)
 
     @wrap("random.categorical")
     def categorical(stock, logits, num_samples, dtype="int64", seed=None):
@@ -281,16 +271,22 @@ def _wrap_taken() -> None:
         if rows is None:
             return stock(logits, num_samples, dtype, seed)
         if step_context.draws_as_xla():
-            each = RowDraw(*_with_samples(rows, num_samples), rows.start, rows.local, rows.total)
+            # a draw for each sample from the logits
+            shape = tf.concat([rows.shape[:1], [num_samples], rows.shape[1:]], 0)
+            static = rows.static[:1].concatenate([num_samples]).concatenate(rows.static[1:])
+            each = RowDraw(shape, static, rows.start, rows.local, rows.total)
             numbers = _unit(each, xla_numbers.computed_dtype(logits.dtype), private.draw_seed(seed))
             return tf.cast(xla_numbers.categorical(numbers, logits), dtype)
         return row_draws.take(lambda whole: stock(row_draws.pad_rows(logits, rows), num_samples, dtype, seed), rows)
 
 
-def _with_samples(rows: RowDraw, count: int) -> tuple[tf.Tensor, tf.TensorShape]:
-    """The shape of a draw for each sample from logits, and its static part."""
-    shape = tf.concat([rows.shape[:1], [count], rows.shape[1:]], 0)
-    return shape, rows.static[:1].concatenate([count]).concatenate(rows.static[1:])
+def _taken(stock: Callable, shape, parameters: tuple, dtype, seed) -> tf.Tensor:
+    """This replica's rows of the global batch's numbers; a parameter may have a value for each row."""
+    rows = row_draws.of_shape(shape)
+    if rows is None:
+        return stock(shape, *parameters, dtype, seed)
+    padded = [row_draws.pad_rows(each, rows) for each in parameters]
+    return row_draws.take(lambda whole: stock(whole, *padded, dtype, seed), rows)
 
 
 def _wrap_shuffle() -> None:
@@ -302,9 +298,10 @@ def _wrap_shuffle() -> None:
             return stock(x, axis, seed)
         if rows is None:
             return tf.gather(x, _order(tf.shape(x)[axis], seed), axis=axis)
-        if step_recorder.is_by_hand() and _are_numbers_of_rows(x):
+        may_be_numbers = x.dtype.is_integer and x.shape.rank == 1
+        if step_recorder.is_by_hand() and may_be_numbers and _counts_from_0(x):
             raise ValueError("it shuffles the numbers of a batch's rows, which count from 0 on each replica")
-        if step_context.current().is_trying and step_context.step() is None and _may_be_numbers_of_rows(x):
+        if step_context.current().is_trying and step_context.step() is None and may_be_numbers:
             return stock(x, axis, seed)  # so that the trial finds that the step needs all of the batch's numbers
         # A row may go to any replica, so all rows are gathered.
         order = _order(rows.total, seed)
@@ -316,12 +313,8 @@ def _order(count: tf.Tensor, seed: object) -> tf.Tensor:
     return tf.argsort(_unit(row_draws.of_all([count]), "float32", private.draw_seed(seed)))
 
 
-def _may_be_numbers_of_rows(x: tf.Tensor) -> bool:
-    return x.dtype.is_integer and x.shape.rank == 1
-
-
-def _are_numbers_of_rows(x: tf.Tensor) -> bool:
-    return _may_be_numbers_of_rows(x) and bool(tf.reduce_all(x == tf.range(tf.size(x), dtype=x.dtype)))
+def _counts_from_0(x: tf.Tensor) -> bool:
+    return bool(tf.reduce_all(x == tf.range(tf.size(x), dtype=x.dtype)))
 
 
 def _name(dtype) -> str:

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-_READS_DATA = {"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional", "OptionalGetValue"}
+READS_DATA = {"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional", "OptionalGetValue"}
 
 
 DATA, WEIGHTS, CONSTANTS = "data", "weights", "constants"
@@ -24,11 +24,11 @@ def origin_of(tensor) -> str:
         seen.add(id(found))
         if hasattr(found, "numpy") or not hasattr(found, "op"):  # captured from eager code: a constant
             continue
-        if found.op.type in _READS_DATA:
+        if found.op.type in READS_DATA:
             return DATA
         found_weights |= found.op.type == "ReadVariableOp"
         if found.op.type == "Placeholder":
-            outer = _captured(found)
+            outer = captured_by(found)
             if outer is None and found.dtype not in (tf.resource, tf.variant):
                 return DATA  # an argument
             waiting += [outer] if outer is not None else []
@@ -37,7 +37,7 @@ def origin_of(tensor) -> str:
     return WEIGHTS if found_weights else CONSTANTS
 
 
-def _captured(placeholder: tf.Tensor) -> tf.Tensor | None:
+def captured_by(placeholder: tf.Tensor) -> tf.Tensor | None:
     """What this placeholder captures from outside the graph, or None if it is an argument of the function."""
     for outer, inner in getattr(placeholder.graph, "captures", ()):
         if inner is placeholder:

@@ -47,9 +47,8 @@ def is_uniform_at_least(limit: float, shape: tf.Tensor, key: tf.Tensor, counter:
     if limit == 1:  # as 0.999 in bfloat16
         return tf.zeros(shape, tf.bool)
     least = math.ceil(limit * 2 ** (8 * bits_dtype.size - dropped))
-    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        dtype=bits_dtype, shape=shape, key=key, counter=counter, alg=tf.random.Algorithm.PHILOX.value
-    )
+    how = dict(shape=shape, key=key, counter=counter, alg=tf.random.Algorithm.PHILOX.value)
+    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=bits_dtype, **how)
     return bits >= tf.constant(least << dropped, bits_dtype)
 
 

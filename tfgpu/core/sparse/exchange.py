@@ -95,8 +95,4 @@ def _padded(bits: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 def _are_even(slices: list[tf.IndexedSlices]) -> bool:
     """Whether it is known before the step runs that all replicas have the same number of slices of each table."""
-    facts = step_context.step()
-    if facts is None or not all(each.values.shape.is_fully_defined() for each in slices):
-        return False
-    local, total = tf.get_static_value(facts.rows.local), tf.get_static_value(facts.rows.total)
-    return None not in (local, total) and local * replica_context().num_replicas_in_sync == total
+    return step_context.rows_are_even() and all(each.values.shape.is_fully_defined() for each in slices)

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfgpu.compat import slots, variables
 from tfgpu.compat import tensorflow as private
+from tfgpu.core.randomness.tensor_origin import READS_DATA, captured_by
 
-_READS_DATA = {"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional", "OptionalGetValue"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _BRANCHES = {"If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"}
 _BY_ELEMENT = set(
@@ -115,7 +115,7 @@ def _known(place: _Place) -> Origin | None:
     op = tensor.op
     if tensor.dtype == tf.resource or op.type == "Const":  # but a list of tensors (a variant) may hold rows
         return Origin.ALIKE
-    if op.type in _READS_DATA:
+    if op.type in READS_DATA:
         return Origin.ROWS
     if op.type == "ReadVariableOp":
         copy = variables.read_by(op)
@@ -150,10 +150,8 @@ def _argument(place: _Place) -> _Place | None:
     if calls and (graph := private.graph_of_call(calls[-1])) is tensor.graph:
         at = next(at for at, each in enumerate(graph.inputs) if each is tensor)
         return _Place(calls[-1].inputs[at], calls[:-1], place.use)
-    for outer, captured in getattr(tensor.graph, "captures", ()):
-        if captured is tensor:
-            return _Place(outer, calls, place.use)
-    return None
+    outer = captured_by(tensor)
+    return None if outer is None else _Place(outer, calls, place.use)
 
 
 def _measured(tensor: tf.Tensor) -> tf.Tensor | None:

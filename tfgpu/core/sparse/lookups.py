@@ -107,13 +107,10 @@ def _unflattened(tensor: tf.Tensor) -> tf.Tensor:
 
 def static_rows() -> int | None:
     """How many rows this replica holds, if that is known before the step runs."""
-    facts, given = step_context.step(), step_context.current().given_rows
-    if facts is not None:
-        local = (facts if facts.whole is None else facts.whole.facts).rows.local
-    else:
-        local = None if given is None else given.local
-    found = None if local is None else tf.get_static_value(local)
-    return None if found is None else int(found)
+    facts = step_context.step()
+    found = step_context.current().given_rows if facts is None else (facts.whole.facts if facts.whole else facts).rows
+    known = None if found is None else tf.get_static_value(found.local)
+    return None if known is None else int(known)
 
 
 class _Values:

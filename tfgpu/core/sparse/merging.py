@@ -112,9 +112,8 @@ def _indices(vector: tf.Tensor, lookups: list[Lookup]) -> list[tf.Tensor]:
 
 
 def _joined(pieces: list[tuple], dense_shape) -> tf.IndexedSlices:
-    values, indices = (
-        part[0] if len(part) == 1 else tf.concat(part, 0) for part in map(list, zip(*pieces, strict=True))
-    )
+    columns = map(list, zip(*pieces, strict=True))
+    values, indices = (column[0] if len(column) == 1 else tf.concat(column, 0) for column in columns)
     return tf.IndexedSlices(values, indices, dense_shape)
 
 

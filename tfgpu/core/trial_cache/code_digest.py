@@ -184,9 +184,7 @@ class _Writer:
 
     def _add_globals(self, code: types.CodeType, known: dict) -> None:
         """What a function finds by global names, and what it imports."""
-        stored = {
-            each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"
-        }  # in a class's body
+        stored = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}  # in a class
         for each in dis.get_instructions(code):
             if each.opname.startswith("IMPORT_NAME"):
                 if not each.argval or str(each.argval).split(".")[0] not in sys.modules:
@@ -213,9 +211,8 @@ class _Writer:
 
     def _add_of_library(self, thing: object) -> None:
         module = getattr(thing, "__module__", None) or ""
-        self._write(
-            "library", module, getattr(thing, "__qualname__", type(thing).__name__), libraries.version_of(module)
-        )
+        name = getattr(thing, "__qualname__", type(thing).__name__)
+        self._write("library", module, name, libraries.version_of(module))
 
     def _add_plain(self, thing: object) -> None:
         self._write(type(thing).__name__, repr(thing))

@@ -11,9 +11,8 @@ _PURE = frozenset(
     "re statistics string textwrap types typing typing_extensions warnings __future__".split()
 )
 """Modules of Python whose functions give the same for the same arguments."""
-_LIBRARIES = tuple(
-    str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+_FOLDERS = "stdlib", "platstdlib", "purelib", "platlib"
+_LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in _FOLDERS)
 
 
 class Unknown(Exception):

@@ -79,14 +79,10 @@ def _path(kind: str, things: tuple, weights: bool) -> Path | None:
     is_alone = not replication.spans_processes(tf.distribute.get_strategy())
     if where is None or not is_alone or step_context.current().is_trying:
         return None
-    digest = code_digest.of_or_none(kind, _surroundings(), things, weights=weights)
+    config = keras.config
+    settings = config.dtype_policy().name, config.floatx(), config.epsilon(), config.image_data_format()
+    digest = code_digest.of_or_none(kind, (*_versions(), *settings), things, weights=weights)
     return None if digest is None else where / f"{digest}.json"
-
-
-def _surroundings() -> tuple:
-    """Versions and settings on which each verdict depends."""
-    policy = keras.config.dtype_policy().name
-    return *_versions(), policy, keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()
 
 
 @functools.cache

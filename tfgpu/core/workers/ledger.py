@@ -158,9 +158,8 @@ class Ledger:
             at = f"stop/{self.count}/{step}"
             if not self.is_open:
                 return True
-            for key, text in ((f"{at}/{self.rank}", "yes"), (f"stop/{self.count}", str(step))):
-                if coordination.put(key, text):
-                    self._kept.append(key)
+            self._put(f"{at}/{self.rank}", "yes")
+            self._put(f"stop/{self.count}", str(step))
             for rank in range(len(self.names)):
                 while (text := coordination.get(f"{at}/{rank}", SLICE_S)) is None:
                     if self.failure is not None or self.news() is not None or self.judged() is not None:
@@ -174,9 +173,7 @@ class Ledger:
         """Tells workers that want to stop after a step that this one, which waits in the next, does not."""
         step = coordination.get(f"stop/{self.count}")
         if step is not None and wait.step >= int(step):
-            key = f"stop/{self.count}/{step}/{self.rank}"
-            if coordination.put(key, "no"):
-                self._kept.append(key)
+            self._put(f"stop/{self.count}/{step}/{self.rank}", "no")
 
     def data_ended(self, wait: Wait) -> Exception | None:
         """The error if another worker has no batch for the step in which this one waits."""
@@ -185,8 +182,7 @@ class Ledger:
         count, has_ended = wait.batches.read()
         key = f"short/{self.count}"
         if has_ended:
-            if coordination.put(key, json.dumps({"rank": self.rank, "count": count})):
-                self._kept.append(key)
+            self._put(key, json.dumps({"rank": self.rank, "count": count}))
         elif (text := coordination.get(key)) is not None and (found := json.loads(text))["count"] < count:
             return sentences.data_ended(self.names[found["rank"]], self.name, self.here())
         return None
@@ -197,8 +193,7 @@ class Ledger:
             return None
         begin, count = wait.plan
         key = f"plan/{self.count}/{begin}"
-        if coordination.put(key, json.dumps({"rank": self.rank, "count": count})):
-            self._kept.append(key)
+        if self._put(key, json.dumps({"rank": self.rank, "count": count})):
             return None
         found = json.loads(coordination.get(key, SLICE_S) or "{}")
         if found and found["count"] != count:
@@ -230,11 +225,16 @@ class Ledger:
         if not self.is_open:
             raise coordination.Unreachable
         self.count += 1
-        key, text = f"event/{self.count}/{self.rank}", event.as_json()
-        coordination.put(key, text)
-        self._kept.append(key)
-        if coordination.put(f"news/{self.count}", json.dumps({"rank": self.rank, "event": text})):
-            self._kept.append(f"news/{self.count}")
+        text = event.as_json()
+        self._put(f"event/{self.count}/{self.rank}", text)
+        self._put(f"news/{self.count}", json.dumps({"rank": self.rank, "event": text}))
+
+    def _put(self, key: str, text: str) -> bool:
+        """Leaves a text, which is deleted later, unless there is one; returns whether there was none."""
+        is_new = coordination.put(key, text)
+        if is_new:
+            self._kept.append(key)
+        return is_new
 
     def _collect(self) -> str:
         """The first worker compares all events; the verdict."""
@@ -313,10 +313,8 @@ class Ledger:
 
     def _forget(self) -> None:
         """Deletes this worker's texts of earlier events, which all have read."""
-        kept, old, now = [], [], f"/{self.count}"
-        for key in self._kept:
-            (kept if f"{now}/" in f"{key}/" else old).append(key)
-        self._kept = kept
+        old = [key for key in self._kept if f"/{self.count}/" not in f"{key}/"]
+        self._kept = [key for key in self._kept if key not in old]
         for key in old:
             coordination.delete(key)
 

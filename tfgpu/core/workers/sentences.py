@@ -129,8 +129,5 @@ def as_text(error: Exception) -> str:
 def from_text(text: str) -> Exception | None:
     """The error that another worker has sent; None for the text that all is well."""
     found = json.loads(text)
-    return (
-        {"InputError": InputError, "MachineError": MachineError}[found["kind"]](found["text"])
-        if found["kind"]
-        else None
-    )
+    kinds = {"InputError": InputError, "MachineError": MachineError}
+    return kinds[found["kind"]](found["text"]) if found["kind"] else None

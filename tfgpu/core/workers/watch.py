@@ -7,6 +7,8 @@ replaces.
 
 import atexit
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -17,7 +19,7 @@ from tfgpu.compat import coordination, slots
 from tfgpu.compat.tensorflow import runtime
 from tfgpu.core import extensions, step_blocks
 from tfgpu.core.feed import sharded_dataset
-from tfgpu.core.workers import children, ledger, sentences, user_line
+from tfgpu.core.workers import ledger, sentences, user_line
 from tfgpu.core.workers.ledger import SLICE_S, Ledger
 from tfgpu.core.workers.sentences import Event
 
@@ -33,11 +35,21 @@ LEAVE_S = 8.0
 
 def watch(kept: Ledger) -> None:
     """Starts the thread, and makes this process tell its end."""
-    children.end_at_sigterm()
+    os.register_at_fork(after_in_child=_end_at_sigterm)
     thread = threading.Thread(target=_Watch(kept).run, name="tfgpu-workers", daemon=True)
     thread.start()
     end = _End(kept, thread)
     slots.of(runtime()).end_of_script = end
+
+
+def _end_at_sigterm() -> None:
+    """Lets SIGTERM end a forked process, such as those of a `PyDataset` with `use_multiprocessing=True`.
+
+    TensorFlow's strategy of several workers installs a handler that only takes a note of the signal. Forked processes
+    inherit it, and `multiprocessing.Pool` waits forever for those that it terminates: the script would not end.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Python knows it; no handler of the script's own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Watch:
