@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tfgpu.core.row_mixing.trials import kernel_errors
+from tfgpu.core.row_mixing.trials import isolation
 
 SCRIPT = """
 import numpy as np, tensorflow as tf, keras, tfgpu
@@ -55,7 +55,7 @@ def test_it_is_where_all_is_asked_for(tmp_path):
 def test_all_else_is_shown(tmp_path):
     code = (
         "import os, sys\n"
-        "from tfgpu.core.row_mixing.trials.kernel_errors import hidden\n"
+        "from tfgpu.core.row_mixing.trials.isolation import hidden_kernel_errors as hidden\n"
         "lines = ['W0000 00:00:1.2 3 op_kernel.cc:18] failed', 'E0000 00:00:1.2 3 pool.cc:1] kept']\n"
         "lines += ['2026-11-28 20:51:01.98: W tensorflow/core/framework/op_kernel.cc:18] as 2.17 writes it']\n"
         "with hidden():\n"
@@ -82,8 +82,8 @@ def test_what_cannot_be_filtered_is_left_as_it_is(lacks, monkeypatch):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     monkeypatch.setenv("PATH", "")
     if lacks == "a screen":
-        monkeypatch.setattr(kernel_errors.os, "dup", closed)
+        monkeypatch.setattr(isolation.os, "dup", closed)
     before = os.fstat(2)
-    with kernel_errors.hidden():
+    with isolation.hidden_kernel_errors():
         assert os.path.samestat(os.fstat(2), before)
     assert os.path.samestat(os.fstat(2), before)

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfgpu.repairs import first_values
+from tfgpu.repairs import strategies
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from tfgpu.repairs import first_values
     [("bfloat16", "float32"), ("int8", "int64"), ("uint8", "int64"), ("float32", "float32"), ("bool", "bool")],
 )
 def test_a_value_is_sent_in_a_dtype_that_holds_it(dtype, sent):
-    assert first_values._sent_as(tf.as_dtype(dtype)) == sent
+    assert strategies._sent_as(tf.as_dtype(dtype)) == sent
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from tfgpu import repairs
 from tfgpu.repairs import probing
 
 def row(name, probe):
-    return repairs.Repair(name, "", "", probe, lambda: None)
+    return repairs.Repair(name, probe, lambda: None)
 
 rows = (row("there", lambda: True), row("gone", lambda: False), row("dies", lambda: os._exit(3)),
         row("hangs", lambda: time.sleep(3600)), row("raises", lambda: 1 / 0), row("last", probing.differs))

@@ -41,7 +41,7 @@ def test_a_repair_is_for_the_versions_that_have_its_fault(version, expected, mon
     monkeypatch.setattr(versions, "installed", lambda library: Version(version))
     ranges = {"old": (None, "3.14"), "middle": ("3.14", "3.15"), "new": ("3.15", None), "none": ("3.17", None)}
     rows = {
-        name: repairs.Repair(name, "", "", lambda: True, lambda: None, since=since, until=until)
+        name: repairs.Repair(name, lambda: True, lambda: None, since=since, until=until)
         for name, (since, until) in ranges.items()
     }
     assert {name for name, repair in rows.items() if repair.is_for_this_keras()} == expected

@@ -7,7 +7,7 @@ from tfgpu.attention import asked, blockwise, separate_masks
 from tfgpu.compat import layers
 from tfgpu.compat.keras import has_enabled_flash_attention
 from tfgpu.compat.patch import wrap
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair
 
 
 def compute_by_blocks() -> None:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 
 from tfgpu.callbacks.memory import is_peak
-from tfgpu.launch.functions.reports import report
+from tfgpu.launch.functions.pickled import report
 
 _REDRAW_S = 0.1  # Ten times a second looks smooth; a faster redraw costs more than a small model's step.
 _HIDDEN = ("epoch_time_s",)

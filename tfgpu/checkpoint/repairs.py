@@ -6,8 +6,7 @@ import tempfile
 import keras
 
 from tfgpu.checkpoint import backup_and_restore
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probing
 
 
 def resumed_epoch_repeats() -> bool:

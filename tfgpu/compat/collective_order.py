@@ -29,7 +29,7 @@ def packs(strategy: tf.distribute.Strategy, replica: int) -> Iterator[None]:
     if tf.executing_eagerly() or launcher._ordering_token is None or not _orders_functions():
         yield
         return
-    with _as_packs(launcher, ()):
+    with slots.replaced(launcher, _ordering_token=_token_of_packs(launcher, ())):
         yield
 
 
@@ -46,18 +46,8 @@ def packs_in_group(own, launcher, group: tuple[str, ...]) -> Iterator[None]:
     if launcher is own or token is None or token is not slots.get(own, "token_of_packs"):
         yield
         return
-    with _as_packs(launcher, group):
+    with slots.replaced(launcher, _ordering_token=_token_of_packs(launcher, group)):
         yield
-
-
-@contextmanager
-def _as_packs(launcher, group: tuple[str, ...]) -> Iterator[None]:
-    token = launcher._ordering_token
-    launcher._ordering_token = _token_of_packs(launcher, group)
-    try:
-        yield
-    finally:
-        launcher._ordering_token = token
 
 
 def _token_of_packs(launcher, group: tuple[str, ...]) -> tf.Variable:
@@ -98,9 +88,8 @@ def _put_in_order(graph: tf.Graph, devices: list[tuple[list[tf.Operation], list[
         places = [_places(devices)] * len(devices)
     else:  # where devices have no equal part, as in a two-level sum: Python's order, which all of them have
         made = {operation: at for at, operation in enumerate(graph.get_operations())}
-        places = [
-            [bisect([made[each] for each in others], made[pack]) - 1 for pack in packs] for others, packs in devices
-        ]
+        at = [([made[each] for each in others], packs) for others, packs in devices]
+        places = [[bisect(others, made[pack]) - 1 for pack in packs] for others, packs in at]
     for (others, packs), after in zip(devices, places, strict=True):
         for pack, place in zip(packs, after, strict=True):
             if place >= 0:

@@ -106,9 +106,8 @@ class Batch:
     def apply(self, dataset: tf.data.Dataset, rows: int) -> tf.data.Dataset:
         """Batches of `rows` elements of a dataset of pairs: an element as this stage batches it, and a scalar."""
         if self.padding is None:
-            how = {} if self.parallel_calls is None else {"num_parallel_calls": self.parallel_calls}
-            if how:
-                how["deterministic"] = True
+            calls = self.parallel_calls
+            how = {} if calls is None else {"num_parallel_calls": calls, "deterministic": True}
             return dataset.batch(rows, self.drop_remainder, **how)
         shapes, values = self.padding
         zero = tf.zeros([], dataset.element_spec[1].dtype)
@@ -168,9 +167,8 @@ def name_of(dataset: tf.data.Dataset) -> str:
         ('shuffle', 'batch')
     """
     name = snake_case(re.sub(r"Dataset(V\d)?$", "", type(dataset).__name__).strip("_")).removeprefix("parallel_")
-    return {"tensor_slice": "from_tensor_slices", "tensor": "from_tensors", "generator": "from_generator"}.get(
-        name, name
-    )
+    sources = {"tensor_slice": "from_tensor_slices", "tensor": "from_tensors", "generator": "from_generator"}
+    return sources.get(name, name)
 
 
 def flat(structure: object) -> list:
@@ -223,11 +221,8 @@ def costs_of(iterator: tf.data.Iterator) -> tuple[dict[int, StageCost], int]:
         model = tf.data.experimental.get_model_proto(iterator)
     except (tf.errors.OpError, ValueError):  # its options switch autotuning off
         return {}, 0
-    nodes = {
-        number: StageCost(node.name, 1e-9 * node.processing_time, tuple(node.inputs))
-        for number, node in model.nodes.items()
-    }
-    return nodes, model.output
+    found = {at: StageCost(n.name, 1e-9 * n.processing_time, tuple(n.inputs)) for at, n in model.nodes.items()}
+    return found, model.output
 
 
 def ends_with_prefetch(dataset: tf.data.Dataset) -> bool:
@@ -265,7 +260,7 @@ def imported(function: ConcreteFunction) -> Callable[[Sequence[tf.Tensor]], Sequ
     definition.node.extend(kept)
 
     outputs = [tensor.name for tensor in graph.outputs]
-    read = {_tensor_name(each) for node in kept for each in node.input}
+    read = {each if ":" in each else f"{each}:0" for node in kept for each in node.input}  # tensors, by their names
 
     def call(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         here = tf.compat.v1.get_default_graph()
@@ -280,11 +275,6 @@ def imported(function: ConcreteFunction) -> Callable[[Sequence[tf.Tensor]], Sequ
     return call
 
 
-def _tensor_name(given: str) -> str:
-    """A tensor's name, from what a node calls its input."""
-    return given if ":" in given else f"{given}:0"
-
-
 def _number(tensor: tf.Tensor) -> int | None:
     found = tf.get_static_value(tensor)
     return None if found is None else int(found)
@@ -292,16 +282,17 @@ def _number(tensor: tf.Tensor) -> int | None:
 
 def _map_of(dataset: tf.data.Dataset) -> Map | None:
     function, calls = dataset._map_func.function, getattr(dataset, "_num_parallel_calls", None)
-    if not isinstance(function, ConcreteFunction) or (calls is not None and _number(calls) is None):
-        return None
     number = None if calls is None else _number(calls)
+    if not isinstance(function, ConcreteFunction) or (calls is not None and number is None):
+        return None
     return Map(function, dataset._input_dataset.element_spec, dataset.element_spec, number)
 
 
 def _batch_of(dataset: tf.data.Dataset) -> Batch | None:
     rows, drop = _number(dataset._batch_size), tf.get_static_value(dataset._drop_remainder)
     calls = getattr(dataset, "_num_parallel_calls", None)
-    if rows is None or drop is None or (calls is not None and _number(calls) is None):
+    number = None if calls is None else _number(calls)
+    if rows is None or drop is None or (calls is not None and number is None):
         return None
     padding = None
     if isinstance(dataset, padded_batch_op._PaddedBatchDataset):
@@ -309,7 +300,7 @@ def _batch_of(dataset: tf.data.Dataset) -> Batch | None:
         if any(shape is None or (shape < 0).any() for shape in tf.nest.flatten(shapes)):
             return None  # the longest row of the batch decides
         padding = tf.nest.map_structure(lambda shape: tf.TensorShape(shape.tolist()), shapes), dataset._padding_values
-    return Batch(rows, bool(drop), None if calls is None else _number(calls), padding)
+    return Batch(rows, bool(drop), number, padding)
 
 
 @contextlib.contextmanager

@@ -137,16 +137,11 @@ class DeviceGroups:
         the replicas' own.
         """
         taken = {device for group in self._reductions for device in group}
-        kinds = [
-            {tf.DeviceSpec.from_string(each).device_type for each in group} for group in (devices, self._own._devices)
-        ]
+        groups = devices, self._own._devices
+        kinds = [{tf.DeviceSpec.from_string(each).device_type for each in group} for group in groups]
         asks_for_nccl = self._own._launchers[0]._options.implementation.value == "NCCL"
-        return (
-            len(set(devices)) == len(devices)
-            and not taken & set(devices)
-            and kinds[0] == kinds[1]
-            and not (asks_for_nccl and _has_divided_gpus())
-        )
+        are_new = len(set(devices)) == len(devices) and not taken & set(devices)
+        return are_new and kinds[0] == kinds[1] and not (asks_for_nccl and _has_divided_gpus())
 
 
 def moved_beside(found: tf.IndexedSlices, given: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -74,21 +74,14 @@ class Dealer:
     def _on_device(
         self, at: int, template: _PerDeviceGenerator, resource: tf.Tensor, number: tf.Tensor, handle: tf.Tensor
     ) -> tf.data.Iterator:
-        first = [
-            handle if at == _handle_index(template) else given for at, given in enumerate(template._init_captured_args)
-        ]
+        first = list(template._init_captured_args)
+        first[_handle_index(template)] = handle
         following = list(template._next_captured_args)
         following[template._incarnation_id_index], following[-1] = number, resource
         with tf.device(self._devices[at]):
-            variant = gen_dataset_ops.generator_dataset(
-                first,
-                following,
-                template._finalize_captured_args,
-                init_func=template._init_func,
-                next_func=template._next_func,
-                finalize_func=template._finalize_func,
-                **template._flat_structure,
-            )
+            of = {"init_func": template._init_func, "next_func": template._next_func} | template._flat_structure
+            of["finalize_func"] = template._finalize_func
+            variant = gen_dataset_ops.generator_dataset(first, following, template._finalize_captured_args, **of)
             made = dataset_ops._VariantDataset(variant, self._dataset.element_spec)
             return iter(made.prefetch(self._buffered))
 

@@ -62,9 +62,8 @@ def use_nccl(strategy: tf.distribute.MirroredStrategy) -> None:
     """Makes a strategy's collectives request NCCL, which TensorFlow omits if any GPU of the process is divided."""
     extended = strategy.extended
     nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
-    extended._communication_options = options = extended._communication_options.merge(
-        tf.distribute.experimental.CommunicationOptions(implementation=nccl)
-    )
+    asked = tf.distribute.experimental.CommunicationOptions(implementation=nccl)
+    extended._communication_options = options = extended._communication_options.merge(asked)
     for launcher in extended._collective_ops._launchers:
         launcher._options = options
 
@@ -110,11 +109,6 @@ def keep_inputs_on(extended: object, host: str, default: str) -> None:
     extended._input_workers_devices = ((host, extended._input_workers_devices[0][1]),)
     extended._host_input_device = type(extended._host_input_device)(host)
     extended._default_device = default
-
-
-def collective_keys(strategy: tf.distribute.Strategy):
-    """The object that numbers a strategy's collectives."""
-    return strategy.extended._collective_keys
 
 
 def collective_launcher(strategy: tf.distribute.Strategy, replica: int):

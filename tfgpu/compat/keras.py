@@ -6,7 +6,7 @@ Attributes of objects are in `variables.py`, `optimizers.py`, `layers.py` and `t
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tfgpu.compat import targets, versions
@@ -39,48 +39,15 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
 from keras.src.utils.tracking import Tracker
 
+# fmt: off
 __all__ = [
-    "ArrayDataAdapter",
-    "BaseOptimizer",
-    "BatchNormalization",
-    "CallbackList",
-    "EpochIterator",
-    "Functional",
-    "GeneratorDataAdapter",
-    "LossFunctionWrapper",
-    "LossScaleOptimizer",
-    "MeanMetricWrapper",
-    "MultiOptimizer",
-    "OrderedEnqueuer",
-    "PyDatasetAdapter",
-    "RNN",
-    "SeedGenerator",
-    "Sequential",
-    "SpectralNormalization",
-    "StatelessScope",
-    "TFDatasetAdapter",
-    "TFEpochIterator",
-    "TFOptimizer",
-    "TensorFlowTrainer",
-    "Tracker",
-    "Trainer",
-    "Variable",
-    "call_context",
-    "file_utils",
-    "get_attribute",
-    "get_mask",
-    "get_stateless_scope",
-    "global_seed_generator",
-    "in_stateless_scope",
-    "in_symbolic_scope",
-    "make_global_seed_generator",
-    "name_scope",
-    "nn",
-    "operation_with_training",
-    "set_attribute",
-    "set_mask",
+    "ArrayDataAdapter", "BaseOptimizer", "BatchNormalization", "CallbackList", "EpochIterator", "Functional",
+    "GeneratorDataAdapter", "LossFunctionWrapper", "LossScaleOptimizer", "MeanMetricWrapper", "MultiOptimizer",
+    "OrderedEnqueuer", "PyDatasetAdapter", "RNN", "SeedGenerator", "Sequential", "SpectralNormalization",
+    "TFDatasetAdapter", "Tracker", "file_utils", "get_stateless_scope", "in_stateless_scope", "in_symbolic_scope",
     "tree",
 ]
+# fmt: on
 
 Trainer = targets.owner("Trainer")
 """The base class of every model on any backend (`BaseTrainer` from Keras 3.16)."""
@@ -111,6 +78,14 @@ def get_mask(value: object) -> object | None:
 def set_mask(value: object, mask: object | None) -> None:
     """Sets a tensor's Keras mask."""
     masking.set_keras_mask(value, mask)
+
+
+def carry_mask(value: object, found: object, change: Callable[[object], object]) -> object:
+    """Gives `found` what `change` makes of another tensor's Keras mask, if that has one; returns `found`."""
+    mask = masking.get_keras_mask(value)
+    if mask is not None:
+        masking.set_keras_mask(found, change(mask))
+    return found
 
 
 def logits_of(value: object) -> tf.Tensor | None:

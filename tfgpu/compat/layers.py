@@ -207,9 +207,7 @@ class AttentionSettings:
     gives_scores: bool
 
 
-def attention_settings(
-    layer: keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention,
-) -> AttentionSettings:
+def attention_settings(layer: keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention) -> AttentionSettings:
     """The settings of a built attention layer."""
     is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
     return AttentionSettings(

@@ -1,11 +1,12 @@
 """What a Keras optimizer holds."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.compat.keras import BaseOptimizer, MultiOptimizer
 
 
@@ -124,9 +125,7 @@ class WeightDecayHook:
 
 
 def copy_decay_exclusions(
-    old: keras.optimizers.Optimizer,
-    new: keras.optimizers.Optimizer,
-    pairs: list[tuple[keras.Variable, keras.Variable]],
+    old: keras.optimizers.Optimizer, new: keras.optimizers.Optimizer, pairs: list[tuple[keras.Variable, keras.Variable]]
 ) -> None:
     """Excludes from weight decay in `new` what `exclude_from_weight_decay` excluded in `old`.
 
@@ -153,15 +152,9 @@ def within(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optim
     return list(optimizer.optimizers) if isinstance(optimizer, MultiOptimizer) else [optimizer]
 
 
-@contextmanager
-def choosing(optimizer: MultiOptimizer, choose: Callable) -> Iterator[None]:
+def choosing(optimizer: MultiOptimizer, choose: Callable) -> AbstractContextManager[None]:
     """Inside the block, a `MultiOptimizer` asks `choose(variable)` for the optimizer of a variable."""
-    stock = optimizer._optimizer_map
-    vars(optimizer)["_optimizer_map"] = choose
-    try:
-        yield
-    finally:
-        vars(optimizer)["_optimizer_map"] = stock
+    return slots.replaced(optimizer, _optimizer_map=choose)
 
 
 def choice_of(optimizer: MultiOptimizer, variable: keras.Variable) -> keras.optimizers.Optimizer:
@@ -169,10 +162,11 @@ def choice_of(optimizer: MultiOptimizer, variable: keras.Variable) -> keras.opti
     return optimizer._optimizer_map(variable)
 
 
-@contextmanager
-def handling(optimizer: keras.optimizers.Optimizer, is_wanted: Callable[[keras.Variable], bool]) -> Iterator[None]:
+def handling(
+    optimizer: keras.optimizers.Optimizer, is_wanted: Callable[[keras.Variable], bool]
+) -> AbstractContextManager[None]:
     """Inside the block, a built optimizer updates and averages only some of its variables."""
-    own, wanted = vars(optimizer), list(map(is_wanted, optimizer._trainable_variables))
+    wanted = list(map(is_wanted, optimizer._trainable_variables))
 
     def kept(found: list) -> list:
         return [each for each, want in zip(found, wanted, strict=True) if want]
@@ -187,9 +181,4 @@ def handling(optimizer: keras.optimizers.Optimizer, is_wanted: Callable[[keras.V
         known = {optimizer._var_key(each) for each in changed["_trainable_variables"]}
         indices = optimizer._trainable_variables_indices
         changed["_trainable_variables_indices"] = {key: at for key, at in indices.items() if key in known}
-    before = {name: own[name] for name in changed}
-    own.update(changed)
-    try:
-        yield
-    finally:
-        own.update(before)
+    return slots.replaced(optimizer, **changed)

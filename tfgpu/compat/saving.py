@@ -148,15 +148,21 @@ class _Entry(io.RawIOBase):
         self._archive.start_dir = self._begin + self._end
 
 
-class _StreamedStore(saving_lib.H5IOStore):
-    """A store that writes to an open file."""
+class _OpenStore(saving_lib.H5IOStore):
+    """A store of an open file."""
 
-    def __init__(
-        self, file: io.RawIOBase, write: Callable[[h5py.Group, str, Any], bool], source_of: Callable[[Any], Any]
-    ):
+    def __init__(self, file: io.RawIOBase | BinaryIO, mode: str):
         super().__init__(io.BytesIO(), mode="w")  # of an empty file: the constructor takes no other objects
         self.h5_file.close()
-        self.h5_file, self._write, self._source_of = h5py.File(file, "w"), write, source_of
+        self.h5_file, self.mode = h5py.File(file, mode), mode
+
+
+class _StreamedStore(_OpenStore):
+    """A store that writes to an open file."""
+
+    def __init__(self, file: io.RawIOBase, write: Callable, source_of: Callable[[Any], Any]):
+        super().__init__(file, "w")
+        self._write, self._source_of = write, source_of
 
     def __setitem__(self, key, value):
         if not self._h5_entry_initialized:
@@ -194,13 +200,12 @@ def load_state(model: keras.Model, files: Sequence[BinaryIO], slices_of: Callabl
         raise ValueError("; ".join(f"{saveable.name}: {error}" for saveable, error in list(messages.values())[:5]))
 
 
-class _SlicedStore(saving_lib.H5IOStore):
+class _SlicedStore(_OpenStore):
     """A store that reads no array as a whole."""
 
     def __init__(self, file: BinaryIO, slices_of: Callable[[h5py.Dataset], object]):
-        super().__init__(io.BytesIO(), mode="w")  # of an empty file: the constructor takes no other objects
-        self.h5_file.close()
-        self.h5_file, self.mode, self._slices_of = h5py.File(file, "r"), "r", slices_of
+        super().__init__(file, "r")
+        self._slices_of = slices_of
 
     def __getitem__(self, key):
         group = self._h5_entry_group

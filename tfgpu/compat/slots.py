@@ -3,9 +3,12 @@
     slots.of(strategy).reduce_dtype = tf.bfloat16
     slots.get(strategy, "reduce_dtype")            # None if unset
 
-The state lives as long as the object, and is not copied, saved or compared with it.
+The state lives as long as the object, and is not copied, saved or compared with it. `replaced` changes the objects' own
+attributes for a block.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 _NAME = "_tfgpu"
@@ -32,6 +35,19 @@ def of(owner: object) -> SimpleNamespace:
 def get(owner: object, name: str, default: object = None) -> object:
     """One value of an object's state, or `default`; creates no namespace."""
     return getattr(_held(owner), name, default)
+
+
+@contextmanager
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    """Inside the block, an object's attributes have other values; Keras does not track them."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(owner, name, value)
 
 
 def _held(owner: object) -> SimpleNamespace | None:

@@ -47,14 +47,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",
         "keras.src.backend.tensorflow.trainer:Trainer",  # from Keras 3.16
     ),
-    "Trainer": (
-        "keras.src.trainers.trainer:BaseTrainer",  # from Keras 3.16
-        "keras.src.trainers.trainer:Trainer",
-    ),
-    "Variable": (
-        "keras.src.backend.tensorflow.ops.core:Variable",  # from Keras 3.16
-        "keras.src.backend.tensorflow.core:Variable",
-    ),
+    # The first of each is from Keras 3.16 on.
+    "Trainer": ("keras.src.trainers.trainer:BaseTrainer", "keras.src.trainers.trainer:Trainer"),
+    "Variable": ("keras.src.backend.tensorflow.ops.core:Variable", "keras.src.backend.tensorflow.core:Variable"),
     "KerasVariable": ("keras.src.backend.common.variables:Variable",),
     "accuracy_metrics": ("keras.src.metrics.accuracy_metrics",),
     "aug_mix": ("keras.src.layers.preprocessing.image_preprocessing.aug_mix",),

@@ -2,13 +2,14 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
+from tfgpu.compat import slots
 from tfgpu.compat.keras import (
     ArrayDataAdapter,
     CallbackList,
@@ -88,22 +89,15 @@ def _symbolic(structure: object) -> object:
     return tf.nest.map_structure(symbolic, structure)
 
 
-@contextmanager
-def without_optimizer(model: keras.Model) -> Iterator[None]:
+def without_optimizer(model: keras.Model) -> AbstractContextManager[None]:
     """Inside the block a compiled model has no optimizer."""
-    optimizer = model.optimizer
-    object.__setattr__(model, "optimizer", None)  # bypasses Keras's tracking
-    try:
-        yield
-    finally:
-        object.__setattr__(model, "optimizer", optimizer)
+    return slots.replaced(model, optimizer=None)
 
 
 _BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")  # Keras chooses these by the shapes of labels and outputs
 
 
-@contextmanager
-def without_parts_chosen_by_shape(model: keras.Model) -> Iterator[None]:
+def without_parts_chosen_by_shape(model: keras.Model) -> AbstractContextManager[None]:
     """Inside the block a compiled model lacks its losses or metrics, if Keras chooses one by the labels' shape."""
     names = {
         "_compile_loss": [model._compile_loss and model._compile_loss._user_loss],
@@ -114,14 +108,7 @@ def without_parts_chosen_by_shape(model: keras.Model) -> Iterator[None]:
         for name, given in names.items()
         if any(isinstance(each, str) and each.lower() in _BY_SHAPE for each in tf.nest.flatten(given))
     ]
-    parts = {name: getattr(model, name) for name in chosen}
-    for name in parts:
-        object.__setattr__(model, name, None)  # bypasses Keras's tracking
-    try:
-        yield
-    finally:
-        for name, part in parts.items():
-            object.__setattr__(model, name, part)
+    return slots.replaced(model, **dict.fromkeys(chosen))
 
 
 def without_optionals(model: keras.Model, step):
@@ -231,14 +218,9 @@ def set_metric_function(metric: MeanMetricWrapper, function: Callable) -> None:
     metric._fn = function
 
 
-@contextmanager
-def without_strategy(model: keras.Model) -> Iterator[None]:
+def without_strategy(model: keras.Model) -> AbstractContextManager[None]:
     """Inside the block, a model looks to Keras as if it were made under no strategy."""
-    strategy, model._distribute_strategy = model._distribute_strategy, None
-    try:
-        yield
-    finally:
-        model._distribute_strategy = strategy
+    return slots.replaced(model, _distribute_strategy=None)
 
 
 def one_device_compiles(model: keras.Model) -> bool:
@@ -247,12 +229,6 @@ def one_device_compiles(model: keras.Model) -> bool:
         return model._resolve_auto_jit_compile()
 
 
-@contextmanager
-def metric_values(metric: MeanMetricWrapper, values: tf.Tensor) -> Iterator[None]:
+def metric_values(metric: MeanMetricWrapper, values: tf.Tensor) -> AbstractContextManager[None]:
     """Inside the block, the function of a metric returns these values."""
-    function = metric._fn
-    metric._fn = lambda *_, **__: values
-    try:
-        yield
-    finally:
-        metric._fn = function
+    return slots.replaced(metric, _fn=lambda *_, **__: values)

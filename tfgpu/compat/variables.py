@@ -2,13 +2,15 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state
+
+from tfgpu.compat import slots
 
 
 def held(variable: keras.Variable) -> tf.Variable | None:
@@ -83,15 +85,9 @@ def take_value(variable: keras.Variable) -> np.ndarray:
     return value
 
 
-@contextmanager
-def shaped_as(variable: keras.Variable, shape: Sequence[int]) -> Iterator[None]:
+def shaped_as(variable: keras.Variable, shape: Sequence[int]) -> AbstractContextManager[None]:
     """Inside the block a Keras variable says that it has another shape."""
-    before = variable._shape
-    variable._shape = tuple(shape)
-    try:
-        yield
-    finally:
-        variable._shape = before
+    return slots.replaced(variable, _shape=tuple(shape))
 
 
 def has_copies(variable: keras.Variable) -> bool:
@@ -101,8 +97,7 @@ def has_copies(variable: keras.Variable) -> bool:
 
 def local_copy(variable: keras.Variable) -> tf.Variable:
     """This replica's copy of a Keras variable, in its own dtype."""
-    value = variable._value
-    return value._get_on_device_or_primary() if isinstance(value, tf.distribute.DistributedValues) else value
+    return own_copy(variable._value)
 
 
 def own_copy(variable: tf.Variable) -> tf.Variable:

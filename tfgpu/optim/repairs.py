@@ -1,8 +1,8 @@
 """Gradient accumulation under replicas."""
 
 from tfgpu.optim import gradient_accumulation
+from tfgpu.repairs import Repair
 from tfgpu.repairs.optimizers import accumulation_fails
-from tfgpu.repairs.repair import Repair
 
 REPAIRS = (
     Repair(

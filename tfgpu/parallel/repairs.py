@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfgpu.attention import asked
 from tfgpu.parallel import hub_attention
 from tfgpu.parallel.rematerialization import remat
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair
 
 
 def second_run_draws_differently() -> bool:

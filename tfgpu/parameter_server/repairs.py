@@ -5,8 +5,7 @@ import tensorflow as tf
 
 from tfgpu.compat import training
 from tfgpu.parameter_server import coordinator, embeddings, exact_counts
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probing
 
 
 def adding_is_not_one_operation() -> bool:

@@ -10,40 +10,33 @@ Each module with repairs has a tuple `REPAIRS`; features have theirs in their ow
 import importlib
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
-from tfgpu.repairs.repair import Repair
+from tfgpu.compat import versions
 
 __all__ = ["Repair", "all_repairs", "is_enabled", "repair_keras"]
 
 MODULES = (
-    "tfgpu.repairs.collective_keys",
-    "tfgpu.repairs.first_values",
+    "tfgpu.repairs.strategies",
     "tfgpu.repairs.losses",
     "tfgpu.repairs.row_mixing",
     "tfgpu.repairs.layers",
     "tfgpu.repairs.batch_normalization",
-    "tfgpu.repairs.regularizers",
     "tfgpu.repairs.functions",
-    "tfgpu.repairs.custom_gradients",
     "tfgpu.repairs.optimizers",
     "tfgpu.optim.repairs",
-    "tfgpu.repairs.data",
     "tfgpu.repairs.trainer",
     "tfgpu.repairs.predict",
     "tfgpu.repairs.random",
     "tfgpu.repairs.numpy",
-    "tfgpu.repairs.accuracy_metrics",
     "tfgpu.repairs.image_preprocessing",
-    "tfgpu.repairs.aug_mix",
-    "tfgpu.repairs.seed_generator",
     "tfgpu.parallel.repairs",
     "tfgpu.attention.repairs",
-    "tfgpu.repairs.distribution_lib",
     "tfgpu.repairs.saving",
     "tfgpu.checkpoint.repairs",
     "tfgpu.parameter_server.repairs",
-    "tfgpu.repairs.variables",
 )
 """In the order in which their repairs are applied; imported only then, so that features can be listed here."""
 
@@ -51,9 +44,51 @@ _lock = threading.Lock()
 _in_force: list[str] = []
 
 
+@dataclass(frozen=True)
+class Repair:
+    """One upstream fault and its repair.
+
+    Attributes:
+        name: short name, shown by `tfgpu doctor`.
+        probe: tells whether this Keras has the fault. Takes about a second on a CPU with four logical devices, and runs
+            in a process without repairs.
+        apply: wraps the functions at fault by `compat.patch.wrap`. Called once per process.
+        fault: what stock Keras does, in one line; by default what `probes` says of the probe.
+        issue: the upstream issue's URL, or `""` if none was reported.
+        since: the first minor version of Keras that has the fault; None if every supported one before `until` has it.
+        until: the last minor version of Keras that has the fault; None if every supported one after `since` has it.
+    """
+
+    name: str
+    probe: Callable[[], bool]
+    apply: Callable[[], None]
+    fault: str = ""
+    issue: str = ""
+    since: str | None = None
+    until: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "fault", self.fault or getattr(self.probe, "fault", ""))
+
+    def is_for_this_keras(self) -> bool:
+        """Whether the installed version of Keras is between `since` and `until`."""
+        is_old = self.since is not None and not versions.is_at_least("keras", self.since)
+        return not is_old and (self.until is None or versions.is_at_most("keras", self.until))
+
+
 def is_enabled() -> bool:
     """Whether repairs are enabled: `TFGPU_REPAIR=0` in the environment disables them."""
     return os.environ.get("TFGPU_REPAIR", "1") != "0"
+
+
+def probes(fault: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
+    """Decorator: says which fault of stock Keras a probe looks for, in one line."""
+
+    def mark(probe: Callable[[], bool]) -> Callable[[], bool]:
+        probe.fault = fault
+        return probe
+
+    return mark
 
 
 @cache

@@ -13,8 +13,7 @@ from tfgpu.core import batch_rows, replication, step_context
 from tfgpu.core.moments import global_moments, graph_order
 from tfgpu.core.state import layer_state
 from tfgpu.errors import unknown
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 SCOPES = ("global", "replica")
 
@@ -121,17 +120,10 @@ def _takes_own_moments(layer: keras.layers.BatchNormalization) -> bool:
     return context is not None and has_replica_moments(context.strategy) and not layer.synchronized
 
 
+@probes("BatchNormalization takes its statistics from one replica's rows")
 def batch_norm_differs() -> bool:
     """Whether BatchNormalization sees one replica's rows only."""
     return probing.differs(rows=2, layer=keras.layers.BatchNormalization)
 
 
-REPAIRS = (
-    Repair(
-        name="global-batch-norm",
-        fault="BatchNormalization takes its statistics from one replica's rows",
-        issue="",
-        probe=batch_norm_differs,
-        apply=normalize_by_global_batch,
-    ),
-)
+REPAIRS = (Repair("global-batch-norm", batch_norm_differs, normalize_by_global_batch),)

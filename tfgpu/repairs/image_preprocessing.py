@@ -1,14 +1,15 @@
-"""Layers that mix a batch's images, or draw random numbers for the batch: each replica sees the whole batch."""
+"""Layers that mix a batch's images, or draw for the batch: each replica sees the whole batch, and picks alike."""
+
+import random
 
 import keras
 import tensorflow as tf
 
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import replace, wrap
 from tfgpu.core import batch_rows, collectives, replication, step_context
-from tfgpu.core.randomness import rng, row_draws
+from tfgpu.core.randomness import data_order, rng, row_draws, trace_choices
 from tfgpu.core.row_mixing import row_sums
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 
 def mix_whole_batch() -> None:
@@ -71,9 +72,8 @@ def _whole(rows) -> tf.Tensor:
     if step is not None and step.has_added_shapes:
         return tf.raw_ops.PlaceholderWithDefault(input=table, shape=[None, *table.shape[1:]])
     if rows.shape[0] is not None and table.shape[0] is None:
-        table = tf.ensure_shape(
-            table, [rows.shape[0] * replication.replica_context().num_replicas_in_sync, *rows.shape[1:]]
-        )
+        count = replication.replica_context().num_replicas_in_sync
+        table = tf.ensure_shape(table, [rows.shape[0] * count, *rows.shape[1:]])
     return table
 
 
@@ -81,6 +81,7 @@ def _own(table: tf.Tensor, pictures: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(row_sums.own_rows(table, pictures), [pictures.shape[0], *table.shape[1:]])
 
 
+@probes("MixUp and CutMix pair the images of one replica only")
 def images_are_mixed_per_replica() -> bool:
     """Whether the only image of a replica is mixed with itself."""
     mix = keras.layers.MixUp(seed=1)
@@ -89,12 +90,39 @@ def images_are_mixed_per_replica() -> bool:
     return float(tf.reduce_max(first)) < 1e-5 and float(tf.reduce_min(second)) > 1 - 1e-5
 
 
+def pick_same_operations() -> None:
+    """Makes AugMix pick the same operations on all replicas.
+
+    Stock Keras picks with Python's `random` while tracing, so each replica's graph has other operations. Workers agree
+    if the script seeds Python's `random` on all of them, as `keras.utils.set_random_seed` does, or on none.
+    """
+
+    replace("aug_mix.py_random", _Random(), by=__name__)
+
+
+class _Random:
+    """The part of the module `random` that AugMix uses."""
+
+    def choice(self, options: list):
+        return trace_choices.choose(lambda: (data_order.agreed_random() or random).choice(options))
+
+
+@probes("AugMix picks different operations on each replica")
+def picks_differ() -> bool:
+    """Whether two replicas pick different operations for the same images."""
+    augment = keras.layers.AugMix(num_chains=4, chain_depth=4)
+    pictures = tf.ones([1, 2, 2, 3])
+    picked = []
+
+    def step():
+        chains = augment.get_random_transformation(pictures)["chain_transforms"]
+        picked.append([[one["layer_name"] for one in chain] for chain in chains])
+
+    probing.mirrored().run(step)
+    return picked[0] != picked[1]
+
+
 REPAIRS = (
-    Repair(
-        name="mixed-batches",
-        fault="MixUp and CutMix pair the images of one replica only",
-        issue="",
-        probe=images_are_mixed_per_replica,
-        apply=mix_whole_batch,
-    ),
+    Repair("mixed-batches", images_are_mixed_per_replica, mix_whole_batch),
+    Repair("same-picks", picks_differ, pick_same_operations),
 )

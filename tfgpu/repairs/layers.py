@@ -5,11 +5,11 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfgpu.compat.patch import wrap
+from tfgpu.compat import layers
+from tfgpu.compat.patch import replace, wrap
 from tfgpu.core import batch_sharding, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.state import layer_state, rnn_states
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 
 def create_variables_outside_replicas() -> None:
@@ -96,9 +96,7 @@ def _compute_ctc_of_tensorflow() -> None:
         if not _may_lack_rows() or logits.shape.rank != 3:
             return stock(*values, *args, **kwargs)
         return _if_rows(
-            tf.shape(logits)[batch],
-            lambda: stock(*values, *args, **kwargs),
-            lambda: sums_of_no_rows(logits, batch),
+            tf.shape(logits)[batch], lambda: stock(*values, *args, **kwargs), lambda: sums_of_no_rows(logits, batch)
         )
 
     for name in ("ctc_loss", "ctc_loss_v2"):
@@ -199,10 +197,8 @@ def _take_empty_tensors() -> None:
         if not any(empty) or replication.replica_context() is None:
             return stock(x1, x2)
         # Keras takes [0, 1, channels] for a bias, because no axis but the last is longer than 1.
-        both = (
-            batch_sharding.with_stand_in_row(x) if is_empty else x for x, is_empty in zip((x1, x2), empty, strict=True)
-        )
-        return stock(*both)[:0]
+        pairs = zip((x1, x2), empty, strict=True)
+        return stock(*(batch_sharding.with_stand_in_row(x) if is_empty else x for x, is_empty in pairs))[:0]
 
 
 def _on_rows(stock, *args, **kwargs):
@@ -231,6 +227,7 @@ def _may_lack_rows() -> bool:
     return replication.replica_context() is not None and step_context.step() is None
 
 
+@probes("a tensor that a layer keeps, and `Layer.losses`, are another replica's after any collective")
 def attributes_are_shared() -> bool:
     """Whether a replica finds another one's tensor in a layer's attribute after a collective."""
     strategy, layer = probing.mirrored(), keras.layers.Layer()
@@ -244,6 +241,7 @@ def attributes_are_shared() -> bool:
     return any(value.numpy() != 0 for value in strategy.experimental_local_results(strategy.run(step)))
 
 
+@probes("a model built inside the first step creates its variables inside one replica")
 def lazy_model_fails() -> bool:
     """Whether a hand-written step cannot build its model and optimizer under two replicas."""
     strategy = probing.mirrored()
@@ -256,13 +254,10 @@ def lazy_model_fails() -> bool:
         variables = model.trainable_variables
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
-    try:
-        tf.function(lambda x: strategy.run(step, args=(x,)))(tf.ones((1, 2)))
-    except Exception:
-        return True
-    return False
+    return probing.fails(lambda: tf.function(lambda x: strategy.run(step, args=(x,)))(tf.ones((1, 2))))
 
 
+@probes("a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D, padding, CTC")
 def empty_batch_fails() -> bool:
     """Whether a layer fails on an empty batch. (Pooling ends the process, so it is not tested here.)"""
     layer = keras.layers.Conv1D(2, 2)
@@ -275,13 +270,10 @@ def empty_batch_fails() -> bool:
             y = layer(x)
         return tape.gradient(y, x)
 
-    try:
-        gradient(tf.zeros((0, 4, 1)))
-    except tf.errors.InvalidArgumentError:
-        return True
-    return False
+    return probing.fails(lambda: gradient(tf.zeros((0, 4, 1))), tf.errors.InvalidArgumentError)
 
 
+@probes("what a layer assigns to its own variables comes from one replica's rows")
 def own_state_differs() -> bool:
     """Whether a running mean that a layer keeps comes from one replica."""
 
@@ -296,53 +288,55 @@ def own_state_differs() -> bool:
     return probing.differs(rows=2, layer=Center)
 
 
+@probes("a stateful RNN refuses a replica's rows: its states have the whole batch's")
 def stateful_rnn_fails() -> bool:
     """Whether `fit` cannot train a stateful RNN on two replicas."""
     with probing.mirrored().scope():
         layers = [keras.Input(batch_shape=(2, 1, 1)), keras.layers.SimpleRNN(1, stateful=True)]
         model = keras.Sequential(layers)
         model.compile("sgd", "mse")
-    try:
-        model.fit(tf.ones((2, 1, 1)), tf.ones((2, 1)), batch_size=2, verbose=0)
-    except Exception:
-        return True
-    return False
+    return probing.fails(lambda: model.fit(tf.ones((2, 1, 1)), tf.ones((2, 1)), batch_size=2, verbose=0))
+
+
+def keep_activity_losses_as_sums() -> None:
+    """Makes each replica's sum over its rows count in full: a step treats what a layer adds as a mean over rows.
+
+    Keras changed the sum to a mean in 3.14: https://github.com/keras-team/keras/pull/22021
+    """
+
+    def change(regularizer):
+        if step_context.step() is None:
+            return regularizer
+
+        def sum_over_rows(activity):
+            loss = regularizer(activity)
+            return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
+
+        return sum_over_rows
+
+    value = layers.changed_activity_regularizer(change)
+    replace("Layer.activity_regularizer", value, by=__name__, is_new=True)
+
+
+@probes("an activity regularizer's loss, which is a sum over rows, is averaged over replicas")
+def activity_loss_is_a_sum() -> bool:
+    """Whether two rows add twice what one row adds."""
+    layer = keras.layers.ActivityRegularization(l2=1.0)
+    layer(tf.ones((2, 1)))
+    return float(layer.losses[0]) == 2.0
 
 
 REPAIRS = (
+    Repair("own-attributes", attributes_are_shared, replica_attributes.isolate_replica_attributes),
+    Repair("variables-once", lazy_model_fails, create_variables_outside_replicas),
+    Repair("no-rows", empty_batch_fails, compute_on_stand_in_rows),
+    Repair("layer-state", own_state_differs, layer_state.assign_for_all),
+    Repair("rnn-states", stateful_rnn_fails, rnn_states.keep_states_of_all_rows),
     Repair(
-        name="own-attributes",
-        fault="a tensor that a layer keeps, and `Layer.losses`, are another replica's after any collective",
-        issue="",
-        probe=attributes_are_shared,
-        apply=replica_attributes.isolate_replica_attributes,
-    ),
-    Repair(
-        name="variables-once",
-        fault="a model built inside the first step creates its variables inside one replica",
-        issue="",
-        probe=lazy_model_fails,
-        apply=create_variables_outside_replicas,
-    ),
-    Repair(
-        name="no-rows",
-        fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D, padding, CTC",
-        issue="",
-        probe=empty_batch_fails,
-        apply=compute_on_stand_in_rows,
-    ),
-    Repair(
-        name="layer-state",
-        fault="what a layer assigns to its own variables comes from one replica's rows",
-        issue="",
-        probe=own_state_differs,
-        apply=layer_state.assign_for_all,
-    ),
-    Repair(
-        name="rnn-states",
-        fault="a stateful RNN refuses a replica's rows: its states have the whole batch's",
-        issue="",
-        probe=stateful_rnn_fails,
-        apply=rnn_states.keep_states_of_all_rows,
+        "activity-sums",
+        activity_loss_is_a_sum,
+        keep_activity_losses_as_sums,
+        issue="https://github.com/keras-team/keras/issues/22018",
+        until="3.13",
     ),
 )

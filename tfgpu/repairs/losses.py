@@ -13,8 +13,7 @@ from tfgpu.compat import targets
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, collectives, replication, step_context
 from tfgpu.core.row_mixing import scalar_updates
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 
 def keep_losses_local() -> None:
@@ -82,9 +81,8 @@ def make_divisors_global() -> None:
         if tuple(values.shape) == (0,):  # stock Keras returns an empty vector; the other replicas have a scalar
             loss = tf.reduce_sum(values)
             if reduction != "sum":
-                loss = targets.owner("loss_module").scale_loss_for_distribution(
-                    loss
-                )  # as the others do: it may hold a collective
+                # as the others do: it may hold a collective
+                loss = targets.owner("loss_module").scale_loss_for_distribution(loss)
         if values.shape.rank == 0:  # a scalar is not a sum over rows; Keras returns it unchanged
             return loss
         if reduction == "mean_with_sample_weight" and sample_weight is not None and batch_rows.can_communicate():
@@ -159,11 +157,7 @@ def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(divisor, total * share)
 
 
-def uneven_batch_differs() -> bool:
-    """Whether three rows on two replicas give other weights than on one device."""
-    return probing.differs()
-
-
+@probes("tf.nn.compute_average_loss in a train_step divides by the number of replicas, as the step does too")
 def average_loss_counts_replicas() -> bool:
     """Whether `tf.nn.compute_average_loss` of one row on each of two replicas is half of that row's loss."""
     strategy = probing.mirrored()
@@ -171,12 +165,14 @@ def average_loss_counts_replicas() -> bool:
     return float(strategy.experimental_local_results(found)[0]) == 0.5
 
 
+@probes("masks and weighted means are divided by each replica's own count")
 def weighted_mean_differs() -> bool:
     """Whether a mean weighted by sample weights is computed on each replica separately."""
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     return probing.differs(rows=2, loss=loss, weights=np.array([1.0, 5.0], "float32"))
 
 
+@probes("on a GPU, the circle loss copies all labels to the host")
 def host_flattens_classes() -> bool:
     """Whether the host computes a part of the circle loss."""
     specs = [tf.TensorSpec([64], tf.int64), tf.TensorSpec([64, 8])]
@@ -185,38 +181,19 @@ def host_flattens_classes() -> bool:
 
 REPAIRS = (
     Repair(
-        name="local-losses",
+        "local-losses",
+        probing.differs,
+        keep_losses_local,
         fault="an uneven batch is averaged as if every replica had the same number of rows",
         issue="https://github.com/tensorflow/tensorflow/issues/36224",
-        probe=uneven_batch_differs,
-        apply=keep_losses_local,
     ),
+    Repair("own-means", average_loss_counts_replicas, keep_own_means_local),
+    Repair("global-divisors", weighted_mean_differs, make_divisors_global),
     Repair(
-        name="own-means",
-        fault="tf.nn.compute_average_loss in a train_step divides by the number of replicas, as the step does too",
-        issue="",
-        probe=average_loss_counts_replicas,
-        apply=keep_own_means_local,
-    ),
-    Repair(
-        name="global-divisors",
-        fault="masks and weighted means are divided by each replica's own count",
-        issue="",
-        probe=weighted_mean_differs,
-        apply=make_divisors_global,
-    ),
-    Repair(
-        name="scalar-metrics",
+        "scalar-metrics",
+        probing.differs,
+        weigh_scalar_metrics,
         fault="the mean of a batch's scalar counts once per replica",
-        issue="",
-        probe=uneven_batch_differs,
-        apply=weigh_scalar_metrics,
     ),
-    Repair(
-        name="circle-on-device",
-        fault="on a GPU, the circle loss copies all labels to the host",
-        issue="",
-        probe=host_flattens_classes,
-        apply=compare_classes_on_device,
-    ),
+    Repair("circle-on-device", host_flattens_classes, compare_classes_on_device),
 )

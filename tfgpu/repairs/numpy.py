@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core.sparse import on_device
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 
 def find_signs_on_device() -> None:
@@ -79,38 +78,34 @@ def look_up_on_device() -> None:
         return stock(data, segment_ids, *args, **kwargs)
 
 
+@probes("on a GPU, argmax and every accuracy copy all logits to the host")
 def argmax_copies_to_host() -> bool:
     """Whether the host computes a part of an argmax."""
     return bool(probing.left_to_host(keras.ops.argmax, tf.TensorSpec([64, 10])))
 
 
+@probes("on a GPU, integer one-hot labels are copied to the host for an accuracy")
 def integer_argmax_copies_to_host() -> bool:
     """Whether the host computes an argmax of integers."""
-
-    def argmax(labels):
-        return keras.ops.argmax(labels, axis=-1)
-
-    return bool(probing.left_to_host(argmax, tf.TensorSpec([64, 10], tf.int64)))
+    spec = tf.TensorSpec([64, 10], tf.int64)
+    return bool(probing.left_to_host(lambda labels: keras.ops.argmax(labels, axis=-1), spec))
 
 
+@probes("on a GPU, int32 predicted classes and labels are copied to the host for comparison")
 def comparison_copies_to_host() -> bool:
     """Whether the host compares predicted classes."""
-
-    def compare(scores):
-        return keras.ops.equal(tf.argmax(scores, -1, tf.int32), 3)
-
-    return bool(probing.left_to_host(compare, tf.TensorSpec([64, 10])))
+    spec = tf.TensorSpec([64, 10])
+    return bool(probing.left_to_host(lambda scores: keras.ops.equal(tf.argmax(scores, -1, tf.int32), 3), spec))
 
 
+@probes("on a GPU, int32 token IDs and an AUC's buckets are copied to the host")
 def lookup_copies_to_host() -> bool:
     """Whether the host computes a part of a lookup."""
-
-    def lookup(numbers):
-        return keras.ops.take(tf.ones([50, 4]), numbers, axis=0)
-
-    return "Less" in probing.left_to_host(lookup, tf.TensorSpec([64], tf.int32))
+    spec = tf.TensorSpec([64], tf.int32)
+    return "Less" in probing.left_to_host(lambda at: keras.ops.take(tf.ones([50, 4]), at, axis=0), spec)
 
 
+@probes("on a GPU, ragged vectors are copied to the host to be padded, and back")
 def padding_runs_on_host() -> bool:
     """Whether ragged vectors become dense on the host."""
 
@@ -120,15 +115,13 @@ def padding_runs_on_host() -> bool:
     return "RaggedTensorToTensor" in probing.left_to_host(padded, tf.TensorSpec([64, 3]))
 
 
+@probes("on a GPU, sums over ragged rows copy the rows' lengths to the host")
 def ragged_sum_copies_to_host() -> bool:
     """Whether the host finds the rows of ragged values."""
-
-    def rows(splits):
-        return tf.ragged.row_splits_to_segment_ids(splits)
-
-    return "Less" in probing.left_to_host(rows, tf.TensorSpec([65], tf.int64))
+    return "Less" in probing.left_to_host(tf.ragged.row_splits_to_segment_ids, tf.TensorSpec([65], tf.int64))
 
 
+@probes("on a GPU, the gradient of a layer of sparse inputs copies their positions to the host")
 def sparse_lookup_counts_in_int32() -> bool:
     """Whether a lookup of sparse IDs has positions in int32, whose size its gradient asks for on the host."""
 
@@ -142,54 +135,46 @@ def sparse_lookup_counts_in_int32() -> bool:
     return any(each.type == "Unique" and each.get_attr("out_idx") == tf.int32 for each in graph.get_operations())
 
 
+def flatten_labels_on_device() -> None:
+    """Flattens sequences before stock Keras casts their labels to int32; the result is the same."""
+
+    @wrap("accuracy_metrics.sparse_top_k_categorical_accuracy")
+    def sparse_accuracy(stock, y_true, y_pred, *args, **kwargs):
+        y_true, y_pred = tf.convert_to_tensor(y_true), tf.convert_to_tensor(y_pred)
+        if not y_true.shape.rank or y_true.shape.rank < 2 or not y_pred.shape.rank or y_pred.shape.rank < 3:
+            return stock(y_true, y_pred, *args, **kwargs)
+        if y_true.dtype == tf.int32:
+            y_true = tf.cast(y_true, tf.int64)
+        found = stock(tf.reshape(y_true, [-1]), _flat(y_pred), *args, **kwargs)
+        return tf.reshape(found, tf.shape(y_true))
+
+    @wrap("accuracy_metrics.top_k_categorical_accuracy")
+    def accuracy(stock, y_true, y_pred, *args, **kwargs):
+        y_true, y_pred = tf.convert_to_tensor(y_true), tf.convert_to_tensor(y_pred)
+        if not y_true.shape.rank or y_true.shape.rank < 3 or y_true.shape.rank != y_pred.shape.rank:
+            return stock(y_true, y_pred, *args, **kwargs)
+        found = stock(_flat(y_true), _flat(y_pred), *args, **kwargs)
+        return tf.reshape(found, tf.shape(y_true)[:-1])
+
+
+def _flat(scores: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(scores, [-1, scores.shape[-1]])
+
+
+@probes("on a GPU, a top-k accuracy of sequences copies all labels to the host")
+def labels_are_flattened_on_host() -> bool:
+    """Whether the host flattens the labels of sequences for a top-k accuracy."""
+    specs = [tf.TensorSpec([64, 7, 10])] * 2
+    return "Reshape" in probing.left_to_host(keras.metrics.top_k_categorical_accuracy, *specs)
+
+
 REPAIRS = (
-    Repair(
-        name="signs-on-device",
-        fault="on a GPU, argmax and every accuracy copy all logits to the host",
-        issue="",
-        probe=argmax_copies_to_host,
-        apply=find_signs_on_device,
-    ),
-    Repair(
-        name="integers-on-device",
-        fault="on a GPU, integer one-hot labels are copied to the host for an accuracy",
-        issue="",
-        probe=integer_argmax_copies_to_host,
-        apply=find_largest_integers_on_device,
-    ),
-    Repair(
-        name="comparisons-on-device",
-        fault="on a GPU, int32 predicted classes and labels are copied to the host for comparison",
-        issue="",
-        probe=comparison_copies_to_host,
-        apply=compare_on_device,
-    ),
-    Repair(
-        name="lookups-on-device",
-        fault="on a GPU, int32 token IDs and an AUC's buckets are copied to the host",
-        issue="",
-        probe=lookup_copies_to_host,
-        apply=look_up_on_device,
-    ),
-    Repair(
-        name="padding-on-device",
-        fault="on a GPU, ragged vectors are copied to the host to be padded, and back",
-        issue="",
-        probe=padding_runs_on_host,
-        apply=on_device.pad_on_device,
-    ),
-    Repair(
-        name="ragged-rows-on-device",
-        fault="on a GPU, sums over ragged rows copy the rows' lengths to the host",
-        issue="",
-        probe=ragged_sum_copies_to_host,
-        apply=on_device.find_rows_on_device,
-    ),
-    Repair(
-        name="sparse-lookups-on-device",
-        fault="on a GPU, the gradient of a layer of sparse inputs copies their positions to the host",
-        issue="",
-        probe=sparse_lookup_counts_in_int32,
-        apply=on_device.look_up_sparse_on_device,
-    ),
+    Repair("signs-on-device", argmax_copies_to_host, find_signs_on_device),
+    Repair("integers-on-device", integer_argmax_copies_to_host, find_largest_integers_on_device),
+    Repair("comparisons-on-device", comparison_copies_to_host, compare_on_device),
+    Repair("lookups-on-device", lookup_copies_to_host, look_up_on_device),
+    Repair("padding-on-device", padding_runs_on_host, on_device.pad_on_device),
+    Repair("ragged-rows-on-device", ragged_sum_copies_to_host, on_device.find_rows_on_device),
+    Repair("sparse-lookups-on-device", sparse_lookup_counts_in_int32, on_device.look_up_sparse_on_device),
+    Repair("top-k-on-device", labels_are_flattened_on_host, flatten_labels_on_device),
 )

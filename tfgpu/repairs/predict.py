@@ -15,8 +15,7 @@ from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.row_mixing import predictions
 from tfgpu.core.row_mixing.trials import step_trial
 from tfgpu.core.row_mixing.trials.step_trial import Predictions
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 
 def split_batches_to_predict() -> None:
@@ -49,8 +48,10 @@ def split_batches_to_predict() -> None:
         if not replication.is_replicated(self.distribute_strategy):
             return stock(self, force)
         for cls in type(self).__mro__:  # the model may define its own step
-            if "predict_step" in vars(cls) and issubclass(cls, TensorFlowTrainer):
-                _predict_by_rows(cls)
+            is_own = "predict_step" in vars(cls) and issubclass(cls, TensorFlowTrainer)
+            if is_own and not slots.get(cls, "predicts_by_rows"):
+                slots.of(cls).predicts_by_rows = True
+                wrap(cls, "predict_step")(_by_rows)
         before, jit = self.predict_function, self.jit_compile
         self.jit_compile = predictions.is_in_xla(self)
         try:
@@ -106,13 +107,6 @@ def _of_predict_on_batch(data) -> batch_sharding.ReplicaBatch | None:
     return data[0] if is_of_one else None
 
 
-def _predict_by_rows(cls: type) -> None:
-    """Makes the class's `predict_step`, on a replica, a step on that replica's rows."""
-    if not slots.get(cls, "predicts_by_rows"):
-        slots.of(cls).predicts_by_rows = True
-        wrap(cls, "predict_step")(_by_rows)
-
-
 def _by_rows(stock, model: keras.Model, data):
     is_known = step_context.step() is not None  # `super().predict_step`
     if is_known or replication.replica_context() is None:
@@ -129,6 +123,7 @@ def _on_one(step: Callable, rows):
     return step((rows,))
 
 
+@probes("predict_on_batch predicts the whole batch on every replica")
 def predict_on_batch_repeats() -> bool:
     """Whether three rows give six predictions."""
     with probing.mirrored().scope():
@@ -136,12 +131,4 @@ def predict_on_batch_repeats() -> bool:
     return len(model.predict_on_batch(probing.X)) != 3
 
 
-REPAIRS = (
-    Repair(
-        name="predict-on-batch",
-        fault="predict_on_batch predicts the whole batch on every replica",
-        issue="",
-        probe=predict_on_batch_repeats,
-        apply=split_batches_to_predict,
-    ),
-)
+REPAIRS = (Repair("predict-on-batch", predict_on_batch_repeats, split_batches_to_predict),)

@@ -11,15 +11,18 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import tensorflow as private
-from tfgpu.repairs.repair import Repair
+
+if TYPE_CHECKING:
+    from tfgpu.repairs import Repair
 
 TIMEOUT_S = 60.0
 """Seconds within which a probe must answer; most take one."""
@@ -28,7 +31,7 @@ X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], "float32")
 Y = np.array([[1.0], [0.0], [2.0]], "float32")
 
 
-def ask(repairs: Sequence[Repair], *, timeout_s: float = TIMEOUT_S, at_once: int = 2) -> dict[str, bool | None]:
+def ask(repairs: "Sequence[Repair]", *, timeout_s: float = TIMEOUT_S, at_once: int = 2) -> dict[str, bool | None]:
     """Runs probes, each in a fork of this process, which must not have used a device yet.
 
     Args:
@@ -88,15 +91,7 @@ def mirrored() -> tf.distribute.Strategy:
 
 
 def differs(
-    *,
-    rows=3,
-    loss="mse",
-    weights=None,
-    layer=None,
-    optimizer=None,
-    compile_options=None,
-    is_built=True,
-    model_class=None,
+    *, rows=3, loss="mse", weights=None, layer=None, optimizer=None, steps=1, is_built=True, model_class=None
 ) -> bool:
     """Whether two replicas learn other weights than one device in an epoch of one batch, or crash."""
 
@@ -106,7 +101,7 @@ def differs(
             layers = [keras.layers.Dense(2)] + ([layer()] if layer else []) + [keras.layers.Dense(1)]
             layers = ([keras.Input((2,))] if is_built else []) + layers
             model = keras.Sequential(layers) if model_class is None else model_class()
-            model.compile(keras.optimizers.SGD(0.1, **(optimizer or {})), loss, **(compile_options or {}))
+            model.compile(keras.optimizers.SGD(0.1, **(optimizer or {})), loss, steps_per_execution=steps)
         data = [a[:rows] for a in (X, Y)]
         model.fit(*data, sample_weight=weights, batch_size=rows, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
@@ -117,6 +112,15 @@ def differs(
     except Exception:
         return True
     return max(float(np.abs(a - b).max()) for a, b in zip(alone, spread, strict=True)) > 1e-5
+
+
+def fails(call: Callable[[], object], errors: type[Exception] | tuple[type[Exception], ...] = Exception) -> bool:
+    """Whether a call raises one of these errors."""
+    try:
+        call()
+    except errors:
+        return True
+    return False
 
 
 def operations(function) -> set[str]:

@@ -6,15 +6,16 @@ import tensorflow as tf
 from tfgpu.core import nested_graphs
 from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, ragged_rows, whole_batch
 from tfgpu.core.row_mixing.trials import run_trial, step_recorder
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
 
 
+@probes("Dice, Tversky and Circle mix the rows of one replica only")
 def dice_differs() -> bool:
     """Whether a loss that mixes rows is computed on each replica separately."""
     return probing.differs(rows=2, loss="dice")
 
 
+@probes("a hand-written loss or metric that is not a mean over rows sees one replica's rows")
 def own_dice_differs() -> bool:
     """Whether a custom loss that is not a mean over rows is computed on each replica separately."""
     return probing.differs(rows=2, loss=lambda y, p: 1 - tf.reduce_sum(y * p) / tf.reduce_sum(y + p))
@@ -28,6 +29,7 @@ def show_whole_batch() -> None:
     whole_batch.show_whole_batch()
 
 
+@probes("a train_step that mixes rows, or works on gradients, sees one replica's")
 def own_step_differs() -> bool:
     """Whether a step of the user's own, whose loss is no mean over rows, learns other weights on two replicas."""
 
@@ -45,6 +47,7 @@ def own_step_differs() -> bool:
     return probing.differs(rows=2, model_class=Model)
 
 
+@probes("a hand-written layer that looks at several rows sees one replica's rows")
 def own_layer_differs() -> bool:
     """Whether a layer that looks at several rows is computed on each replica alone."""
 
@@ -55,6 +58,7 @@ def own_layer_differs() -> bool:
     return probing.differs(rows=2, layer=Centered)
 
 
+@probes("a hand-written metric whose state is no sum over rows is summed over replicas")
 def own_metric_differs() -> bool:
     """Whether a metric that keeps a maximum is the sum of the replicas' maxima."""
 
@@ -76,57 +80,21 @@ def own_metric_differs() -> bool:
     return float(metric.result()) != 1.0
 
 
+@probes("ragged rows become dense with each replica's longest row, in TextVectorization too")
 def own_padding_differs() -> bool:
     """Whether a replica pads ragged rows to its own longest row."""
     strategy, lengths = probing.mirrored(), iter((1, 2))
-    rows = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ragged.constant([[1] * next(lengths)])
-    )
+    distribute = strategy.experimental_distribute_values_from_function
+    rows = distribute(lambda context: tf.ragged.constant([[1] * next(lengths)]))
     widths = strategy.run(lambda rows: tf.shape(rows.to_tensor())[1], args=(rows,))
     return [int(each) for each in strategy.experimental_local_results(widths)] != [2, 2]
 
 
 REPAIRS = (
-    Repair(
-        name="coupled-losses",
-        fault="Dice, Tversky and Circle mix the rows of one replica only",
-        issue="",
-        probe=dice_differs,
-        apply=coupled_losses.mix_rows_of_all_replicas,
-    ),
-    Repair(
-        name="own-losses",
-        fault=("a hand-written loss or metric that is not a mean over rows sees one replica's rows"),
-        issue="",
-        probe=own_dice_differs,
-        apply=all_rows.give_own_losses_all_rows,
-    ),
-    Repair(
-        name="whole-batches",
-        fault="a train_step that mixes rows, or works on gradients, sees one replica's",
-        issue="",
-        probe=own_step_differs,
-        apply=show_whole_batch,
-    ),
-    Repair(
-        name="own-layers",
-        fault="a hand-written layer that looks at several rows sees one replica's rows",
-        issue="",
-        probe=own_layer_differs,
-        apply=own_layers.give_own_layers_all_rows,
-    ),
-    Repair(
-        name="own-metrics",
-        fault="a hand-written metric whose state is no sum over rows is summed over replicas",
-        issue="",
-        probe=own_metric_differs,
-        apply=own_metrics.give_own_metrics_all_rows,
-    ),
-    Repair(
-        name="ragged-padding",
-        fault="ragged rows become dense with each replica's longest row, in TextVectorization too",
-        issue="",
-        probe=own_padding_differs,
-        apply=ragged_rows.pad_to_longest_row,
-    ),
+    Repair("coupled-losses", dice_differs, coupled_losses.mix_rows_of_all_replicas),
+    Repair("own-losses", own_dice_differs, all_rows.give_own_losses_all_rows),
+    Repair("whole-batches", own_step_differs, show_whole_batch),
+    Repair("own-layers", own_layer_differs, own_layers.give_own_layers_all_rows),
+    Repair("own-metrics", own_metric_differs, own_metrics.give_own_metrics_all_rows),
+    Repair("ragged-padding", own_padding_differs, ragged_rows.pad_to_longest_row),
 )

@@ -23,7 +23,7 @@ from tfgpu.compat.keras import file_utils
 from tfgpu.compat.patch import wrap
 from tfgpu.core import replication
 from tfgpu.core.state import slice_writer
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes
 
 
 def writes(model) -> bool:
@@ -151,6 +151,7 @@ def _log_on_chief_only() -> None:
             slots.of(self).nowhere.cleanup()
 
 
+@probes("a save empties the old file first: if it is interrupted, both are lost")
 def failed_save_destroys() -> bool:
     """Whether a save that fails halfway destroys the existing file."""
 
@@ -169,6 +170,7 @@ def failed_save_destroys() -> bool:
         return path.read_bytes() != b"before"
 
 
+@probes("every worker writes the same files")
 def every_worker_writes() -> bool:
     """Whether a worker that is not the chief writes a file."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -181,18 +183,11 @@ def every_worker_writes() -> bool:
 
 
 REPAIRS = (
+    Repair("whole-files", failed_save_destroys, write_whole_files),
     Repair(
-        name="whole-files",
-        fault="a save empties the old file first: if it is interrupted, both are lost",
-        issue="",
-        probe=failed_save_destroys,
-        apply=write_whole_files,
-    ),
-    Repair(
-        name="chief-writes",
-        fault="every worker writes the same files",
+        "chief-writes",
+        every_worker_writes,
+        write_on_chief_only,
         issue="https://github.com/tensorflow/tensorflow/issues/38635",
-        probe=every_worker_writes,
-        apply=write_on_chief_only,
     ),
 )

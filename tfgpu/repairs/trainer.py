@@ -1,4 +1,4 @@
-"""Compiling a model under its own strategy, and building it without a batch of its data.
+"""How data is split and ordered; compiling a model under its own strategy, and building it without a batch of its data.
 
 Stock Keras draws a real batch (one that training then misses) to build the model, and averages it over replicas:
 https://github.com/keras-team/keras/issues/20861.
@@ -18,11 +18,36 @@ from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap, wrapped
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, extensions, metric_logs, replication, step_blocks, step_loop
+from tfgpu.core.dealing import sharing
+from tfgpu.core.feed import by_hand, sharded_dataset
+from tfgpu.core.randomness import data_order
 from tfgpu.core.state import python_state, takeover
 from tfgpu.core.workers import calls
 from tfgpu.errors import InputError
-from tfgpu.repairs import probing
-from tfgpu.repairs.repair import Repair
+from tfgpu.repairs import Repair, probes, probing
+
+
+@probes("a short batch goes to the first replicas only; workers get files, so a batch holds other rows")
+def short_batch_is_split_unevenly() -> bool:
+    """Whether 5 rows on four replicas are split into 2, 2, 1 and 0."""
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+    (batch,) = strategy.experimental_distribute_dataset(tf.data.Dataset.range(5).batch(5))
+    return min(len(part) for part in batch.values) == 0
+
+
+@probes("without a seed each worker shuffles differently, so examples are read twice or never")
+def order_depends_on_the_process() -> bool:
+    """Whether a shuffle without a seed has a new order each time it is created, and so in each worker."""
+    tf.random.set_seed(None)
+    orders = [list(tf.data.Dataset.range(20).shuffle(20).as_numpy_iterator()) for _ in range(2)]
+    return orders[0] != orders[1]
+
+
+def _shard_and_deal() -> None:
+    sharded_dataset.shard_batches()
+    by_hand.make_own_rows()
+    sharing.share_python_data()
+
 
 _log = logging.getLogger(__name__)
 
@@ -148,9 +173,8 @@ def _name_assignments_of_build(model) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or optimizer.built or model.run_eagerly or training.strategy_of(model) is None:
         return
-    own = [
-        each for each in type(optimizer).__mro__ if each.__module__.split(".")[0] not in ("builtins", "keras", "tfgpu")
-    ]
+    libraries = "builtins", "keras", "tfgpu"
+    own = [each for each in type(optimizer).__mro__ if each.__module__.split(".")[0] not in libraries]
     builds = [inspect.unwrap(vars(each)["build"]) for each in own if "build" in vars(each)]
     used = {name for each in builds if inspect.isfunction(each) for name in each.__code__.co_names}
     if used & {"assign", "assign_add", "assign_sub"}:
@@ -197,23 +221,17 @@ def _one_replica(spec):
     return None if isinstance(found, (tf.OptionalSpec, NoneTensorSpec)) else found
 
 
+@probes("a model compiled outside its scope gets an optimizer that cannot train it")
 def compiled_outside_fails() -> bool:
     """Whether training fails if a model was created inside the scope and compiled by name outside it."""
     with probing.mirrored().scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
-    try:
-        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
-    except (RuntimeError, ValueError, AssertionError):
-        return True
-    return False
+    errors = RuntimeError, ValueError, AssertionError
+    return probing.fails(lambda: model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0), errors)
 
 
-def many_steps_fail() -> bool:
-    """Whether two steps in one execution crash."""
-    return probing.differs(rows=2, compile_options={"steps_per_execution": 2})
-
-
+@probes("fit returns to Python after every batch, even if no callback has per-batch hooks")
 def fit_calls_for_every_batch() -> bool:
     """Whether `fit` calls callbacks after every batch even if none has per-batch hooks."""
 
@@ -229,6 +247,7 @@ def fit_calls_for_every_batch() -> bool:
     return calls.made == 8
 
 
+@probes("at the end of an epoch, every metric in the logs is reduced over replicas again")
 def results_are_read_again() -> bool:
     """Whether `fit` reads a metric again, outside its steps, at the end of an epoch."""
 
@@ -245,11 +264,13 @@ def results_are_read_again() -> bool:
     return Mean.read > 0
 
 
+@probes("fit draws a batch and averages it over replicas to build the model")
 def uneven_first_batch_fails() -> bool:
     """Whether an unbuilt model cannot be built from a first batch that is split unevenly."""
     return probing.differs(is_built=False)
 
 
+@probes("XLA, which Keras uses on one GPU, is off under a strategy of one device")
 def one_gpu_has_no_xla() -> bool:
     """Whether Keras turns XLA off under a strategy of one GPU, which a fake entry in the list of devices represents."""
     listed = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
@@ -264,47 +285,34 @@ def one_gpu_has_no_xla() -> bool:
         return uses_xla(tf.distribute.get_strategy()) and not uses_xla(tf.distribute.OneDeviceStrategy("CPU:0"))
 
 
+@probes("steps_per_execution above 1 crashes under replicas")
+def many_steps_fail() -> bool:
+    """Whether two steps in one execution crash."""
+    return probing.differs(rows=2, steps=2)
+
+
 REPAIRS = (
     Repair(
-        name="xla-on-one-device",
-        fault="XLA, which Keras uses on one GPU, is off under a strategy of one device",
-        issue="",
-        probe=one_gpu_has_no_xla,
-        apply=compile_one_device_by_xla,
+        "even-pieces",
+        short_batch_is_split_unevenly,
+        _shard_and_deal,
+        issue="https://github.com/tensorflow/tensorflow/issues/36846",
     ),
+    Repair("one-order", order_depends_on_the_process, data_order.agree_on_data_order),
+    Repair("xla-on-one-device", one_gpu_has_no_xla, compile_one_device_by_xla),
+    Repair("compiled-in-scope", compiled_outside_fails, compile_in_scope),
     Repair(
-        name="compiled-in-scope",
-        fault="a model compiled outside its scope gets an optimizer that cannot train it",
-        issue="",
-        probe=compiled_outside_fails,
-        apply=compile_in_scope,
-    ),
-    Repair(
-        name="many-steps-a-call",
-        fault="steps_per_execution above 1 crashes under replicas",
+        "many-steps-a-call",
+        many_steps_fail,
+        step_loop.use_step_runner,
         issue="https://github.com/keras-team/keras/issues/20861",
-        probe=many_steps_fail,
-        apply=step_loop.use_step_runner,
     ),
+    Repair("blocks-of-steps", fit_calls_for_every_batch, run_in_blocks_together),
+    Repair("results-once", results_are_read_again, metric_logs.read_results_once),
     Repair(
-        name="blocks-of-steps",
-        fault="fit returns to Python after every batch, even if no callback has per-batch hooks",
-        issue="",
-        probe=fit_calls_for_every_batch,
-        apply=run_in_blocks_together,
-    ),
-    Repair(
-        name="results-once",
-        fault="at the end of an epoch, every metric in the logs is reduced over replicas again",
-        issue="",
-        probe=results_are_read_again,
-        apply=metric_logs.read_results_once,
-    ),
-    Repair(
-        name="build-from-spec",
-        fault="fit draws a batch and averages it over replicas to build the model",
+        "build-from-spec",
+        uneven_first_batch_fails,
+        build_from_spec,
         issue="https://github.com/keras-team/keras/issues/20585",
-        probe=uneven_first_batch_fails,
-        apply=build_from_spec,
     ),
 )

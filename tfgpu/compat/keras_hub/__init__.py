@@ -83,20 +83,15 @@ def names_of(
         For each that KerasHub's converter names: the kernel or variable, the array's name, and what makes the array its
         value (takes the array and the shape), or None.
     """
-    stock = importlib.import_module(f"{_TRANSFORMERS}.safetensor_utils").SafetensorLoader
     found, wanted = [], {id(each) for each in others}
 
-    class Loader(stock):
-        def get_tensor(self, hf_weight_key):
-            return np.asarray(arrays[self.get_prefixed_key(hf_weight_key, arrays)])
-
-        def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
-            if isinstance(keras_variable, KernelOf) or id(keras_variable) in wanted:
-                found.append((keras_variable, self.get_prefixed_key(hf_weight_key, arrays), hook_fn))
+    def note(variable, name_of, hook) -> None:
+        if isinstance(variable, KernelOf) or id(variable) in wanted:
+            found.append((variable, name_of(), hook))
 
     # In the scope nothing is assigned: some converters assign parts of arrays by themselves.
-    with Loader(str(config.parent)) as loader, StatelessScope(), named_kernels(kernels):
-        converter.convert_weights(backbone, loader, json.loads(config.read_text()))
+    with StatelessScope(), named_kernels(kernels):
+        _convert(backbone, converter, config, arrays, note)
     return found
 
 
@@ -115,6 +110,16 @@ def convert(
         arrays: by their name in the folder's files; each is read when it is converted to a NumPy array.
         assign: called with a variable and its value, which is one of `arrays` where nothing has to be changed.
     """
+
+    def port(variable, name_of, hook) -> None:
+        found = arrays[name_of()]
+        assign(variable, found if hook is None else hook(np.asarray(found), list(variable.shape)))
+
+    _convert(backbone, converter, config, arrays, port)
+
+
+def _convert(backbone: keras.Model, converter: ModuleType, config: Path, arrays: Mapping, port: Callable) -> None:
+    """Runs KerasHub's converter; `port` takes a variable, what tells its array's name, and what makes its value."""
     stock = importlib.import_module(f"{_TRANSFORMERS}.safetensor_utils").SafetensorLoader
 
     class Loader(stock):
@@ -122,10 +127,7 @@ def convert(
             return np.asarray(arrays[self.get_prefixed_key(hf_weight_key, arrays)])
 
         def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
-            found = arrays[self.get_prefixed_key(hf_weight_key, arrays)]
-            if hook_fn is not None:
-                found = hook_fn(np.asarray(found), list(keras_variable.shape))
-            assign(keras_variable, found)
+            port(keras_variable, lambda: self.get_prefixed_key(hf_weight_key, arrays), hook_fn)
 
     with Loader(str(config.parent)) as loader:
         converter.convert_weights(backbone, loader, json.loads(config.read_text()))

@@ -35,15 +35,8 @@ def _attention(prefix: str, dropout: str, at: int | tuple[int, int], *, groups: 
 
 _LLAMA = _attention("_", "_dropout_layer", -2)
 _MIXTRAL = _attention("", "dropout_layer", -2)
-_MISTRAL = _attention(
-    "_",
-    "_dropout_layer",
-    -2,
-    groups=False,
-    _num_query_heads="heads",
-    _num_key_value_heads="key_value_heads",
-    _num_key_value_groups="groups",
-)
+_MISTRAL_COUNTS = {"_num_query_heads": "heads", "_num_key_value_heads": "key_value_heads"}
+_MISTRAL = _attention("_", "_dropout_layer", -2, groups=False, **_MISTRAL_COUNTS, _num_key_value_groups="groups")
 _QWEN_MOE = (_MIXTRAL[0] | {"_dropout_layer": -2, "_output_dense": "row"}, *_CACHE)
 _GEMMA = _attention("", "dropout_layer", (-4, -3), groups=False, hidden_dim="heads")
 _PAIR = {"_feedforward_intermediate_dense": "column", "_feedforward_output_dense": "row"}

@@ -16,7 +16,6 @@ from dataclasses import replace
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, extensions, logits, replica_attributes, step_context
@@ -162,12 +161,13 @@ def _reduced(loss: keras.losses.Loss, function: Callable, y_true, y_pred, sample
     has_weights = sample_weight is not None
     if not gathering.may_meet():
         return function(y_true, y_pred, *[sample_weight] * has_weights)
-    labels, outputs = keras.tree.map_structure(
-        keras.ops.convert_to_tensor, ((y_true, sample_weight) if has_weights else (y_true,), y_pred)
-    )
-    return _of_batch(
-        loss, lambda given, found: function(given[0], found, *given[1:]), type(loss).__name__, labels, outputs
-    )
+    rows = (y_true, *[sample_weight] * has_weights), y_pred
+    labels, outputs = keras.tree.map_structure(keras.ops.convert_to_tensor, rows)
+
+    def weighed(given, found):
+        return function(given[0], found, *given[1:])
+
+    return _of_batch(loss, weighed, type(loss).__name__, labels, outputs)
 
 
 def _gives_rows(needs: Needs) -> bool:
@@ -238,11 +238,9 @@ def _computed(needs: Needs, sizes: Sizes, function: Callable, y_true, y_pred):
         with draw_sizes.known(sizes):
             return function(y_true, y_pred)
     gathering.check_can_meet("A loss or metric of your own")
-    rows = keras.tree.map_structure(_all_rows, (y_true, y_pred))
-    with (
-        step_context.as_one_device(batch_rows.known_rows().total),
-        layer_state.assigning_alike(),
-    ):  # what is within needs nothing of others
+    rows = keras.tree.map_structure(gathering.with_mask, (y_true, y_pred))
+    # What is within needs nothing of others.
+    with step_context.as_one_device(batch_rows.known_rows().total), layer_state.assigning_alike():
         values = function(*rows)
     outputs = keras.tree.flatten(y_pred)[0]
     gives_rows = needs is Needs.ALL_GIVES_ROWS
@@ -250,13 +248,6 @@ def _computed(needs: Needs, sizes: Sizes, function: Callable, y_true, y_pred):
         values, whole = tf.convert_to_tensor(values), keras.tree.flatten(rows[1])[0]
         gives_rows = bool(values.shape.rank) and values.shape[0] == whole.shape[0]
     return row_sums.own_rows(values, outputs) if gives_rows else values
-
-
-def _all_rows(rows: tf.Tensor) -> tf.Tensor:
-    found, mask = row_sums.all_rows(rows), private.get_mask(rows)
-    if mask is not None:
-        private.set_mask(found, row_sums.all_rows(mask))
-    return found
 
 
 def _needs(owner, function: Callable, what: str, y_true, y_pred) -> tuple[Needs, Sizes]:
@@ -295,9 +286,7 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> tuple[Needs,
 
 
 def _note(what: str, needs_all: bool, why: str, source: str, rows: tuple) -> verdicts.Piece:
-    becomes = verdicts.ON_ALL_ROWS if needs_all else verdicts.BY_ROWS
-    size = verdicts.bytes_a_row(keras.tree.flatten(rows)) if needs_all else 0
-    return verdicts.note(verdicts.Piece(what, becomes, why, source, size, verdicts.rows_of_batch()))
+    return verdicts.note_rows(what, needs_all, why, source, keras.tree.flatten(rows))
 
 
 def _told(what: str, found: Needs, rows: tuple) -> Needs:

@@ -95,15 +95,14 @@ def of_all_replicas(arguments: object, named: str) -> object:
             "treats each row separately."
         )
     rows = with_rows(arguments)
-    found = {id(leaf): _with_mask(leaf) for leaf in rows}
+    found = {id(leaf): with_mask(leaf) for leaf in rows}
     return keras.tree.map_structure(lambda leaf: found.get(id(leaf), leaf), arguments)
 
 
-def _with_mask(rows: tf.Tensor) -> tf.Tensor:
-    found, mask = row_sums.all_rows(rows), private.get_mask(rows)
-    if mask is not None:
-        private.set_mask(found, row_sums.all_rows(mask))
-    return found
+def with_mask(rows: tf.Tensor, *, are_used_alike: bool = False) -> tf.Tensor:
+    """`row_sums.all_rows`, and those of the rows' mask."""
+    found = row_sums.all_rows(rows, are_used_alike=are_used_alike)
+    return private.carry_mask(rows, found, row_sums.all_rows)
 
 
 def are_rows(value: object, axis: object) -> bool:
@@ -152,11 +151,7 @@ def own_rows(leaf: object, has_rows: bool | None = None) -> object:
             return found
         return tf.ensure_shape(found, [max(int(local), least) * (leading // int(total)), *rows.shape[1:]])
 
-    found = logits.carried(leaf, cut)
-    mask = private.get_mask(leaf)
-    if mask is not None:
-        private.set_mask(found, own_rows(mask, True))
-    return found
+    return private.carry_mask(leaf, logits.carried(leaf, cut), lambda mask: own_rows(mask, True))
 
 
 def part_by_hand(value: tf.Tensor, reduction: str | None) -> tf.Tensor:

@@ -169,15 +169,13 @@ def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
 def _piece(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> verdicts.Piece:
     """What is noted of a layer."""
     needs, source = verdict.needs, verdicts.MARKED if choices.of(layer) else verdicts.TRIED
-    becomes = {
-        Needs.ITS_ROWS: verdicts.BY_ROWS,
-        Needs.ITS_PARTS: verdicts.BY_PARTS,
-        Needs.ALL: verdicts.ON_ALL_ROWS,
-    }.get(needs)
+    becomes = {Needs.ITS_ROWS: verdicts.BY_ROWS, Needs.ITS_PARTS: verdicts.BY_PARTS}.get(needs, verdicts.ON_ALL_ROWS)
     if needs is Needs.UNKNOWN:
-        way, source = _way(args, kwargs), verdicts.UNPROVEN
-        ways = {"warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED, "gather": verdicts.ON_ALL_ROWS}
-        becomes = ways[way]
+        way, source = choices.unproven(), verdicts.UNPROVEN
+        if way == "warn" or (way == "gather" and not gathering.can_travel((args, kwargs))):  # then it is by rows
+            becomes = verdicts.BY_ROWS
+        elif way == "refuse":
+            becomes = verdicts.REFUSED
     size = verdicts.bytes_a_row(gathering.with_rows((args, kwargs))) if becomes == verdicts.ON_ALL_ROWS else 0
     name = f"layer {layer.name!r} ({type(layer).__name__})"
     return verdicts.note(verdicts.Piece(name, becomes, verdict.why, source, size, verdicts.rows_of_batch()))
@@ -228,23 +226,12 @@ def _tried(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
         found = dataclasses.asdict(verdict) | {"needs": verdict.needs.name}
         return {name: value for name, value in found.items() if name != "sizes"}
 
-    return store.found(
-        "layer",
-        (layer, code_digest.rows_of((args, kwargs)), private.is_training()),
-        LayerTrial(layer, args, kwargs, _verdict).run,
-        pack,
-        _of_pack,
-    )
+    def unpack(needs: str, **found) -> Verdict:
+        listed = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
+        return Verdict(Needs[needs], **listed)
 
-
-def _of_pack(needs: str, **found) -> Verdict:
-    return Verdict(Needs[needs], **{k: tuple(each) if isinstance(each, list) else each for k, each in found.items()})
-
-
-def _way(args: tuple, kwargs: dict) -> str:
-    """The strategy's `unproven`; what cannot travel is computed by rows."""
-    way = choices.unproven()
-    return "warn" if way == "gather" and not gathering.can_travel((args, kwargs)) else way
+    things = layer, code_digest.rows_of((args, kwargs)), private.is_training()
+    return store.found("layer", things, LayerTrial(layer, args, kwargs, _verdict).run, pack, unpack)
 
 
 def _of_unproven(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) -> Verdict:

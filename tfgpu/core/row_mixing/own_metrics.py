@@ -112,9 +112,7 @@ def _needed(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> N
 
 def _note(metric: keras.metrics.Metric, needs_all: bool, why: str, source: str, args, kwargs) -> verdicts.Piece:
     name = f"metric {metric.name!r} ({type(metric).__name__})"
-    size = verdicts.bytes_a_row(gathering.with_rows((args, kwargs))) if needs_all else 0
-    becomes = verdicts.ON_ALL_ROWS if needs_all else verdicts.BY_ROWS
-    return verdicts.note(verdicts.Piece(name, becomes, why, source, size, verdicts.rows_of_batch()))
+    return verdicts.note_rows(name, needs_all, why, source, gathering.with_rows((args, kwargs)))
 
 
 def _found(trial: MetricTrial, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> Needed:

@@ -17,7 +17,7 @@ def pad_to_longest_row() -> None:
     @wrap("tf.RaggedTensor.to_tensor")
     def to_tensor(stock, self, default_value=None, name=None, shape=None):
         static = tf.TensorShape(None) if tf.is_tensor(shape) else tf.TensorShape(shape)
-        if not _is_own(self) or tf.is_tensor(shape) or static[1:].is_fully_defined():
+        if not _are_rows() or self.shape.rank is None or tf.is_tensor(shape) or static[1:].is_fully_defined():
             return stock(self, default_value, name, shape)
         if not gathering.can_meet():
             _tell_apart()
@@ -33,7 +33,7 @@ def pad_to_longest_row() -> None:
     @wrap("tf.RaggedTensor.to_sparse")
     def to_sparse(stock, self, name=None):
         found = stock(self, name)
-        if not _is_own(self):
+        if not _are_rows() or self.shape.rank is None:
             return found
         if not gathering.can_meet():
             _tell_apart()
@@ -51,11 +51,6 @@ def pad_to_longest_row() -> None:
             else:
                 _tell_apart()
         return stock(lengths, maxlen, dtype, name)
-
-
-def _is_own(rows: tf.RaggedTensor) -> bool:
-    """Whether these are a replica's rows of a batch."""
-    return _are_rows() and rows.shape.rank is not None
 
 
 def _are_rows() -> bool:

@@ -20,11 +20,8 @@ from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-AS_IT_IS = "as it is"
-PART = "part"
-MEAN = "mean"
-UNKNOWN = "unknown"
-"""Of a number that is 0 on all rows that are tried, which does not show whether it is a part or a mean."""
+AS_IT_IS, PART, MEAN, UNKNOWN = "as it is", "part", "mean", "unknown"
+"""The last is of a number that is 0 on all rows that are tried, which does not show whether it is a part or a mean."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,8 @@ def _likely_way(metric: keras.metrics.Metric, values: object) -> str:
     Raises:
         InputError: it may differ, and `unproven` is "refuse".
     """
-    if _is_same_everywhere(values):
+    is_variable = isinstance(values, (keras.Variable, tf.Variable))
+    if is_variable or not tf.is_tensor(values) or layer_state.is_same_everywhere(values):
         return MEAN
     is_sum, told = isinstance(metric, keras.metrics.Sum), vars(slots.of(tf.distribute.get_strategy()))
     if metric.name not in told.setdefault("told_numbers", set()):
@@ -116,17 +114,9 @@ def _likely_way(metric: keras.metrics.Metric, values: object) -> str:
         )
         if choices.unproven() == "refuse":
             raise InputError(f"{said} The strategy's `unproven` is 'refuse'. Give the metric one number a row.")
-        _log.warning(
-            "%s It counts as a %s. Give it one number a row if that is wrong.", said, "sum" if is_sum else "mean"
-        )
+        kind = "sum" if is_sum else "mean"
+        _log.warning("%s It counts as a %s. Give it one number a row if that is wrong.", said, kind)
     return AS_IT_IS if is_sum else MEAN
-
-
-def _is_same_everywhere(values: object) -> bool:
-    """Whether a number is made of constants and of variables that are the same on all replicas."""
-    if isinstance(values, (keras.Variable, tf.Variable)):
-        return True
-    return not tf.is_tensor(values) or layer_state.is_same_everywhere(values)
 
 
 def ways(
@@ -155,13 +145,9 @@ def _fitting(whole: Scalar, parts: list[Scalar], shares: Sequence[float], close:
     for way, (for_total, for_count) in by_way.items():
         total = sum(part.value * part.weight * factor for part, factor in zip(parts, for_total, strict=True))
         weight = sum(part.weight * factor for part, factor in zip(parts, for_count, strict=True))
-        pairs = [(whole.value * whole.weight, total), (whole.weight, weight)]
-        sizes = [np.array([part.value * part.weight for part in parts]), np.array(0.0)]
-        pairs = pairs[:1] if whole.is_sum else pairs
-        if all(
-            comparison.is_close(np.array(one), np.array(other), close, size)
-            for (one, other), size in zip(pairs, sizes, strict=False)
-        ):
+        weighed = np.array([part.value * part.weight for part in parts])
+        is_total = comparison.is_close(np.array(whole.value * whole.weight), np.array(total), close, weighed)
+        if is_total and (whole.is_sum or comparison.is_close(np.array(whole.weight), np.array(weight), close)):
             found.add(way)
     return found
 

@@ -69,6 +69,12 @@ def note(piece: Piece, strategy: tf.distribute.Strategy | None = None) -> Piece:
     return piece
 
 
+def note_rows(name: str, needs_all: bool, why: str, source: str, tensors: Iterable[tf.Tensor]) -> Piece:
+    """Keeps whether a piece gets all rows, which are those of `tensors`; the arguments are those of `Piece`."""
+    size, verdict = bytes_a_row(tensors) if needs_all else 0, ON_ALL_ROWS if needs_all else BY_ROWS
+    return note(Piece(name, verdict, why, source, size, rows_of_batch()))
+
+
 def of(strategy: tf.distribute.Strategy) -> list[Piece]:
     """What was found so far of the pieces that run under a strategy."""
     return list(slots.get(strategy, "pieces", {}).values())

@@ -27,7 +27,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, collectives, replication, step_context, travel, worker_rows
-from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing import gathering, row_sums
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.state import python_places
 from tfgpu.core.step_context import RowRange, Step
@@ -117,15 +117,11 @@ def _gradient(whole: WholeBatch, stock: Callable, target, sources, output_gradie
         if known is not None and found[at] is not None:
             with step_context.scope(step=_facts_by_rows(whole, known[2])):
                 found[at] = row_sums.all_rows(found[at])
-    sums = iter(
-        _summed(
-            [g for g, k in zip(found, kept, strict=True) if k is None],
-            [s for s, k in zip(asked, kept, strict=True) if k is None],
-        )
-    )
-    return tf.nest.pack_sequence_as(
-        sources, [g if k is not None else next(sums) for g, k in zip(found, kept, strict=True)]
-    )
+    others = [at for at, known in enumerate(kept) if known is None]
+    sums = _summed([found[at] for at in others], [asked[at] for at in others])
+    for at, total in zip(others, sums, strict=True):
+        found[at] = total
+    return tf.nest.pack_sequence_as(sources, found)
 
 
 def _jacobian(stock: Callable, sources, args: tuple, kwargs: dict):
@@ -150,7 +146,7 @@ def run(step: Callable, data):
     at = replication.shard_index(context.strategy, replication.replica_number(context))
     whole = WholeBatch(facts, at, context.num_replicas_in_sync)
     rows = data.data if isinstance(data, batch_sharding.ReplicaBatch) else data
-    given = data.whole if isinstance(data, batch_sharding.ReplicaBatch) and data.whole is not None else None
+    given = data.whole if isinstance(data, batch_sharding.ReplicaBatch) else None
     batch = tf.nest.map_structure(_gathered, rows) if given is None else given
     for all_rows, own in zip(tf.nest.flatten(batch), tf.nest.flatten(rows), strict=True):
         if tf.is_tensor(all_rows) and all_rows.shape.rank:
@@ -259,10 +255,7 @@ def _own(whole: WholeBatch, tensor, rows: RowRange, held):
         with tf.control_dependencies([same]):
             tensor = tf.identity(tensor)
     own = worker_rows.sliced(tensor, rows.offset, held)
-    mask = private.get_mask(tensor)
-    if mask is not None:
-        private.set_mask(own, worker_rows.sliced(mask, rows.offset, held))
-    return own
+    return private.carry_mask(tensor, own, lambda mask: worker_rows.sliced(mask, rows.offset, held))
 
 
 def _of_batch(whole: WholeBatch, value, held, rows: RowRange):
@@ -271,10 +264,7 @@ def _of_batch(whole: WholeBatch, value, held, rows: RowRange):
         return value
     if not _has_rows(value) or not _are_rows(value, held):
         return _mean_by_rows(value)
-    found = row_sums.all_rows(value, are_used_alike=True)
-    mask = private.get_mask(value)
-    if mask is not None:
-        private.set_mask(found, row_sums.all_rows(mask))
+    found = gathering.with_mask(value, are_used_alike=True)
     whole.own_rows[id(found)] = found, value, rows
     return found
 
@@ -326,11 +316,7 @@ def _summed(gradients: list, sources: list) -> list:
     slices = [at for at, each in enumerate(gradients) if isinstance(each, tf.IndexedSlices)]
     dense = [at for at, each in enumerate(gradients) if each is not None and at not in {*largest, *slices}]
     found = list(gradients)
-    for places, total in (
-        (largest, row_sums.most),
-        (slices, collectives.sum_gradients),
-        (dense, _differentiable_sum),
-    ):
+    for places, total in ((largest, row_sums.most), (slices, collectives.sum_gradients), (dense, _differentiable_sum)):
         places = [at for at in places if gradients[at] is not None]
         if places:
             for at, value in zip(places, total([gradients[at] for at in places]), strict=True):

@@ -5,6 +5,7 @@ all copies at once, into pinned memory, and waits once.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 
 import keras
@@ -25,7 +26,7 @@ class _Reader:
         self.read = tf.function(self._read, autograph=False)
 
     def fits(self, variables: Sequence[tf.Variable], stretches: Sequence[_Range]) -> bool:
-        same = len(variables) == len(self.variables) and all(map(_is, variables, self.variables))
+        same = len(variables) == len(self.variables) and all(map(operator.is_, variables, self.variables))
         return same and tuple(stretches) == self.stretches
 
     def _read(self) -> list[tf.Tensor]:
@@ -113,7 +114,3 @@ def _array(value: tf.Tensor, variable: tf.Variable, stretch: _Range) -> np.ndarr
 def _shares_memory(variable: tf.Variable) -> bool:
     """Whether what is read shares the variable's memory, which the next step writes to: on a CPU."""
     return tf.DeviceSpec.from_string(variable.device).device_type == "CPU"
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

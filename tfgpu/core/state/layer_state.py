@@ -76,7 +76,7 @@ def assign_for_all() -> None:
             return variables.held(self).assign(value, read_value=False)
         if step_context.current().assigns_alike:
             replication.check_is_replicated(self)
-            return _assign_here(self, _once(self, value))
+            return put_own(self, _once(self, value))
         if not _is_shared():
             _tell_own(self, value)
             return stock(self, value)
@@ -84,7 +84,7 @@ def assign_for_all() -> None:
         if self.synchronization == "on_read":
             mark_as_differing(self)
             return stock(self, agreed(self, value))
-        return _assign_here(self, agreed(self, value))
+        return put_own(self, agreed(self, value))
 
     @wrap("Variable.assign")
     def assign(stock, self, value):
@@ -131,7 +131,7 @@ def put(variable, value: tf.Tensor) -> None:
         with step_context.scope(keeps_own_state=True):
             variable.assign(value)
     else:
-        _assign_here(variable, value)
+        put_own(variable, value)
 
 
 def _sum_what_is_added(name: str, sign: int) -> None:
@@ -268,17 +268,12 @@ def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
     return tf.where(step_context.has_rows(), value, tf.cast(variable.value, value.dtype))
 
 
-def put_own(variable, value: tf.Tensor) -> None:
-    """Assigns to this replica's copy alone."""
-    _assign_here(variable, value)
-
-
 def own(variable) -> tf.Variable:
     """This replica's copy of a Keras variable."""
     return variables.local_copy(variable)
 
 
-def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:
+def put_own(variable, value: tf.Tensor) -> tf.Tensor:
     """Assigns this replica's copy alone: with an `aggregation` TensorFlow would put the values together once more."""
     copy = own(variable)
     copy.assign(tf.cast(value, copy.dtype))

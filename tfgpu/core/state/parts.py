@@ -98,11 +98,7 @@ def as_stored(name: str, array: np.ndarray) -> Stored:
 
 
 def copy(
-    model,
-    *,
-    metrics: bool = False,
-    instead: Mapping[str, np.ndarray] | None = None,
-    without: Collection[str] = (),
+    model, *, metrics: bool = False, instead: Mapping[str, np.ndarray] | None = None, without: Collection[str] = ()
 ) -> StateParts:
     """Copies this worker's part of the state as it is now, after `settle`; on several workers, each must call it.
 
@@ -152,9 +148,8 @@ class _Layout:
             value = replica_values.to_bits(np.array(source.numpy()))
             self._arrays.append(_Array(name, value.shape, value.dtype, source=value))
         elif _is_of_first_replica(source):
-            shape = tuple(source.shape)
-            stretch = _Stretch(0, 0, math.prod(shape), source)
-            self._arrays.append(_Array(name, shape, _bits_dtype(source), (stretch,)))
+            stretch = _Stretch(0, 0, math.prod(source.shape), source)
+            self._arrays.append(_Array(name, tuple(source.shape), _bits_dtype(source), (stretch,)))
         else:
             self._arrays.append(_Array(name, tuple(source.shape), _bits_dtype(source), source=source))
 
@@ -238,9 +233,8 @@ def _copies(model, stretches: list[_Stretch]) -> list[np.ndarray]:
     """Copies of stretches of variables, and views of arrays, in their order."""
     variables = [at for at, stretch in enumerate(stretches) if not isinstance(stretch.source, np.ndarray)]
     ranges = [(each.offset, each.offset + each.end - each.begin) for each in stretches]
-    copied = host_copies.copy(
-        model, [stretches[at].source for at in variables], stretches=[ranges[at] for at in variables]
-    )
+    given = [stretches[at].source for at in variables]
+    copied = host_copies.copy(model, given, stretches=[ranges[at] for at in variables])
     found = dict(zip(variables, copied, strict=True))
     for at, stretch in enumerate(stretches):
         if at not in found:

@@ -6,7 +6,7 @@ import pickle
 import random
 import types
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,13 +15,7 @@ import tensorflow as tf
 from tfgpu.compat import attributes
 from tfgpu.compat import keras as private
 
-OF_KERAS = (
-    keras.Operation,
-    keras.metrics.Metric,
-    keras.losses.Loss,
-    keras.optimizers.Optimizer,
-    private.Tracker,
-)
+OF_KERAS = (keras.Operation, keras.metrics.Metric, keras.losses.Loss, keras.optimizers.Optimizer, private.Tracker)
 """Objects of Keras's, of which attributes and settings are looked at."""
 CONTAINERS = dict, list, set, collections.deque
 TENSORS = tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType
@@ -33,34 +27,10 @@ ABSENT = object()
 _VALUES = type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, tf.Tensor
 
 
-class Place(Protocol):
-    """Where Python holds something that each replica may have for itself.
-
-    Attributes:
-        key: tells it from others.
-    """
-
-    key: tuple
-
-    def value(self) -> object:
-        """The value that the place holds."""
-
-    def give(self, value: object) -> None:
-        """Sets the value that the place holds."""
-
-
 class Content:
     """What is within a container, an array or a generator of random numbers."""
 
-    def __init__(
-        self,
-        thing: Any,
-        read: Callable[[Any], object],
-        write: Callable[[Any, Any], None],
-        same: Callable[[Any, Any], bool] | None = None,
-        *,
-        is_generator: bool = True,
-    ):
+    def __init__(self, thing: Any, read: Callable, write: Callable, same: Callable | None = None, *, is_generator=True):
         self._thing, self._read, self._write, self.is_generator = thing, read, write, is_generator
         self._same, self._before, self.key = same or _are_pickled_alike, read(thing), (id(thing),)
 
@@ -94,22 +64,6 @@ class Content:
         return not self._same(self._thing if self.is_container else self.value(), self._before)
 
 
-class _Name:
-    """A name's value, where it is one that each replica may have for itself."""
-
-    def __init__(self, names: "Names", name: str):
-        self._names, self._name, self.key = names, name, (names.owner, name)
-
-    def value(self) -> object:
-        return self._names.now(self._name)
-
-    def give(self, value: object) -> None:
-        """Leaves what is made once for all replicas, a metric or a layer, where it is."""
-        now = self._names.now(self._name)
-        if now is not value and all(each is ABSENT or isinstance(each, _VALUES) for each in (now, value)):
-            self._names.set(self._name, value)
-
-
 class Cell:
     """What a function's free variable holds.
 
@@ -129,7 +83,7 @@ class Cell:
             return ABSENT
 
     def give(self, value: object) -> None:
-        """Leaves what is made once for all replicas where it is, as a name does."""
+        """Leaves what is made once for all replicas, a metric or a layer, where it is."""
         now = self.value()
         if now is not value and all(each is ABSENT or isinstance(each, _VALUES) for each in (now, value)):
             self._set(value)
@@ -172,6 +126,22 @@ class SlotOf(Cell):
             self._member.__delete__(self._thing)
         else:
             self._member.__set__(self._thing, value)
+
+
+Place = Content | Cell  # where Python holds something that each replica may have for itself; `key` tells it from others
+
+
+class _Name(Cell):
+    """A name's value, where it is one that each replica may have for itself."""
+
+    def __init__(self, names: "Names", name: str):
+        self._names, self.name, self.key = names, name, (names.owner, name)
+
+    def value(self) -> object:
+        return self._names.now(self.name)
+
+    def _set(self, value: object) -> None:
+        self._names.set(self.name, value)
 
 
 class Names:
@@ -265,17 +235,16 @@ class Names:
 
 
 def generator(thing: Any) -> Content | None:
-    """The state of a generator of random numbers; None of anything else."""
+    """The state of a generator of random numbers, or of Python's or NumPy's module; None of anything else."""
     if isinstance(thing, random.SystemRandom):
         return None  # has no state
-    if isinstance(thing, random.Random):
+    if thing is random or isinstance(thing, random.Random):
         return Content(thing, lambda it: it.getstate(), lambda it, state: it.setstate(state))
-    if isinstance(thing, np.random.RandomState):
+    if thing is np.random or isinstance(thing, np.random.RandomState):
         return Content(thing, lambda it: it.get_state(), lambda it, state: it.set_state(state))
-    if isinstance(thing, np.random.Generator):
-        return Content(thing.bit_generator, lambda it: it.state, lambda it, state: setattr(it, "state", state))
-    if isinstance(thing, np.random.BitGenerator):
-        return Content(thing, lambda it: it.state, lambda it, state: setattr(it, "state", state))
+    if isinstance(thing, (np.random.Generator, np.random.BitGenerator)):
+        bits = getattr(thing, "bit_generator", thing)
+        return Content(bits, lambda it: it.state, lambda it, state: setattr(it, "state", state))
     if isinstance(thing, tf.random.Generator):
         return Content(thing, _state_of, lambda it, state: it.reset(state), lambda a, b: True)
     return None

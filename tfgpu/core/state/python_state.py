@@ -21,9 +21,65 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import datasets
 from tfgpu.compat import tensorflow as private
-from tfgpu.core.state import held_iterators, python_places
+from tfgpu.core.state import python_places
 from tfgpu.core.state.python_places import CONTAINERS, OF_KERAS, Cell, Content, Names, Place, SlotOf
+from tfgpu.errors import InputError
+
+_Held = tuple[str, object, Callable[[object], None]]
+
+
+class TakesElements(InputError):
+    """Code takes elements from an iterator that it holds."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"The code takes elements from an iterator that it holds ({name}), and each replica would take others than "
+            "one device. Give `fit`, or the function of `strategy.run`, all data of a step, such as "
+            "`tf.data.Dataset.zip((data, more))`; draw random numbers by `keras.random` with a "
+            "`keras.random.SeedGenerator`. If replicas may take others, mark the code with `tfgpu.by_rows`."
+        )
+
+
+class _Refusing:
+    """Stands where an iterator was."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise TakesElements(self._name)
+
+
+@contextlib.contextmanager
+def _refused(of_data: Iterable[tf.data.Iterator], named: Iterable[_Held]) -> Iterator[None]:
+    """Inside the block, who takes an element is refused.
+
+    Args:
+        of_data: tf.data's iterators.
+        named: of each iterator of Python's its name, itself, and what puts another object in its place.
+
+    Raises:
+        TakesElements: by who takes one.
+    """
+
+    def refuse(*args, **kwargs):
+        raise TakesElements("of `tf.data`")
+
+    named = list(named)
+    for name, _, put in named:
+        put(_Refusing(f"`{name}`"))
+    try:
+        with datasets.without_elements(of_data, refuse):
+            yield
+    finally:
+        for _, iterator, put in named:
+            put(iterator)
+
 
 _MOST = 300_000  # things
 _MOST_BYTES = 1 << 24  # of arrays whose content may be changed; others are locked
@@ -31,9 +87,7 @@ _NOT_OF_USERS = frozenset(
     "absl google h5py jax jaxlib keras matplotlib ml_dtypes numpy optree pandas PIL scipy sklearn tensorboard "
     "tensorflow tfgpu torch wrapt".split()
 )
-_PLAIN = frozenset(
-    [type(None), bool, int, float, complex, str, bytes, tf.DType, tf.TensorShape, types.CodeType, frozenset]
-)
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, tf.DType, tf.TensorShape, types.CodeType, frozenset}
 _OPAQUE = tf.Tensor, keras.Variable, keras.KerasTensor, np.generic, types.ModuleType
 _OF_PYTHON = types.SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 _CACHED = type(functools.cache(len))
@@ -68,10 +122,7 @@ class Kept:
         self._iterators: dict[int, object] = {}  # of Python, whose elements cannot be given back
         self._layers = None if layers is None else frozenset(map(id, layers))
         self._named: dict[int, Names] = {}
-        self._contents: dict[int, Content] = {
-            id(random): Content(random, lambda it: it.getstate(), lambda it, state: it.setstate(state)),
-            id(np.random): Content(np.random, lambda it: it.get_state(), lambda it, state: it.set_state(state)),
-        }
+        self._contents = {id(each): python_places.generator(each) for each in (random, np.random)}
         self._cells: dict[object, Cell] = {}
         self._given: list[tuple[str, object]] = []  # what functions have as defaults, or as a partial's arguments
         self._put_back: list[Callable[[], None]] = []
@@ -82,8 +133,14 @@ class Kept:
                 self._seen[id(thing)] = thing
                 self._look_at(thing)
 
+    def __enter__(self) -> "Kept":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.put_back()
+
     def put_back(self) -> None:
-        """Puts everything back as it was."""
+        """Puts everything back as it was; at the end of a `with` block too."""
         for names in (*self._named.values(), *self._cells.values()):
             names.put_back()
         for content in self._contents.values():
@@ -104,7 +161,7 @@ class Kept:
             names = {id(content): name for name, content in self._named_contents()}
             for content in filter(lambda each: each.is_container, self._contents.values()):
                 found += content.holding(wanted, names.get(id(content), content.kind))
-        with held_iterators.refused(self._of_data, found), self.locked_arrays():
+        with _refused(self._of_data, found), self.locked_arrays():
             yield
 
     @contextlib.contextmanager

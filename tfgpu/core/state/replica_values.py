@@ -38,11 +38,7 @@ def assign(strategy: tf.distribute.Strategy, variable, values: np.ndarray | Arra
     dtype, shape = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype), values.shape[1:]
     if values.shape[0] == strategy.num_replicas_in_sync:
         size = math.prod(shape)
-        assign_each(
-            strategy,
-            variable,
-            lambda replica: from_bits(flat_part(values, replica * size, size), dtype).reshape(shape),
-        )
+        assign_each(strategy, variable, lambda at: from_bits(flat_part(values, at * size, size), dtype).reshape(shape))
         return
     whole = aggregate(from_bits(np.asarray(values), dtype), aggregation)
     zeros = whole if aggregation == "mean" else np.zeros_like(whole)

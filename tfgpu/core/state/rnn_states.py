@@ -88,9 +88,8 @@ def _rows_of(sequences: tf.Tensor):
 
 
 def _assign(variables: list, states: list[tf.Tensor]) -> None:
-    whole = [
-        row_sums.all_rows(tf.cast(state, variable.dtype)) for variable, state in zip(variables, states, strict=True)
-    ]
+    pairs = zip(variables, states, strict=True)
+    whole = [row_sums.all_rows(tf.cast(state, variable.dtype)) for variable, state in pairs]
     with layer_state.assigning_alike():
         for variable, value in zip(variables, whole, strict=True):
             variable.assign(tf.stop_gradient(value))

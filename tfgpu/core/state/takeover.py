@@ -79,9 +79,8 @@ def _take_optimizer(optimizer: keras.Optimizer, model: keras.Model, strategy: tf
         if isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues):
             setattr(optimizer, name, _copied(value, strategy))
     optimizers.set_strategy(optimizer, strategy)
-    _log.info(
-        "The optimizer %r was made outside the strategy's scope; its variables are the strategy's now.", optimizer.name
-    )
+    said = "The optimizer %r was made outside the strategy's scope; its variables are the strategy's now."
+    _log.info(said, optimizer.name)
 
 
 def _is_new(optimizer: keras.Optimizer, model: keras.Model) -> bool:

@@ -204,17 +204,14 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
     """
     settle(model)
     found = sources(model, metrics=metrics)
-    arrays = _copy_shared(model, {name: each for name, each in found.items() if _is_shared(each)}, wanted)
+    shared = {name: each for name, each in found.items() if not isinstance(each, (EachReplica, np.ndarray))}
+    arrays = _copy_shared(model, shared, wanted)
     for name, source in found.items():
         if isinstance(source, EachReplica):
             arrays[name] = replica_values.gather(model.distribute_strategy, source.variable)
         elif isinstance(source, np.ndarray):
             arrays[name] = source
     return arrays if wanted else {}
-
-
-def _is_shared(source) -> bool:
-    return not isinstance(source, (EachReplica, np.ndarray))
 
 
 def _copy_shared(model, shared: dict, wanted: bool) -> dict[str, np.ndarray]:
@@ -301,10 +298,7 @@ def trained_weights(model) -> np.ndarray | None:
 def build_optimizer(model, trained: np.ndarray | None) -> None:
     """Builds the model's optimizer for the weights that `trained_weights` returned, whichever are trainable now."""
     if trained is not None and model.optimizer is not None and not model.optimizer.built:
-        weights = model.weights
-        if (trained >= 0).all() and (trained < len(weights)).all():  # otherwise `restore_state` raises
-            with model.distribute_strategy.scope():
-                model.optimizer.build([weights[at] for at in trained])
+        _build(model, model.optimizer, trained)  # or `restore_state` raises
 
 
 def copy_draws(model) -> dict[str, np.ndarray]:
@@ -344,15 +338,21 @@ def _build_others(model, arrays: Mapping[str, np.ndarray | ArraySlices], source:
     for name, optimizer in other_optimizers(model).items():
         if optimizer.built or name + _TRAINED not in arrays:
             continue
-        trained = np.asarray(arrays[name + _TRAINED])
-        weights = model.weights
-        if (trained < 0).any() or (trained >= len(weights)).any():
+        if not _build(model, optimizer, np.asarray(arrays[name + _TRAINED])):
             raise InputError(
                 f"{source} has the state of `{name.removeprefix('optimizer.')}`, which updates weights other than "
                 "the model's. Build it before `fit`: optimizer.build(variables)."
             )
-        with model.distribute_strategy.scope():
-            optimizer.build([weights[at] for at in trained])
+
+
+def _build(model, optimizer, trained: np.ndarray) -> bool:
+    """Builds an optimizer for weights at these positions; returns whether the model has them all."""
+    weights = model.weights
+    if not ((trained >= 0) & (trained < len(weights))).all():
+        return False
+    with model.distribute_strategy.scope():
+        optimizer.build([weights[at] for at in trained])
+    return True
 
 
 def differs_by_replica(variable) -> bool:

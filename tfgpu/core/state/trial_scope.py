@@ -61,13 +61,10 @@ class Apart(StatelessScope):
 
     def __init__(self, plain: Sequence[tf.Variable] = (), *, is_later: bool = False):
         super().__init__(collect_losses=True)
-        self._is_later = is_later
+        self._is_later, self._is_holding = is_later, False
         self.made: list[keras.Variable] = []
         self.own_reads: set[str] = set()
-        self._variables: dict = {}
-        self._begun: dict = {}
-        self._held: dict[int, list[tf.Variable]] = {}
-        self._is_holding = False
+        self._variables, self._begun, self._held = {}, {}, {}
         self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
         for copy, value in self._copies if is_later else ():
             if _is_number(copy):

@@ -3,6 +3,7 @@
 TensorFlow has them for one device's variables; on a replicated one they raise an error without a message.
 """
 
+import functools
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -15,31 +16,29 @@ _READS = {"gather_nd": tf.gather_nd, "sparse_read": tf.gather}
 def reach_rows_of_replicated_variables() -> None:
     """Makes replicas read and assign rows of a variable, as one device does."""
     for name in ("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update"):
-        _assign_whole(name, getattr(tf, f"tensor_{name}"))
+        _reach(name, functools.partial(_scattered, getattr(tf, f"tensor_{name}")))
     for name, read in _READS.items():
-        _read_whole(name, read)
-
-    @wrap("tf.Variable.batch_scatter_update")
-    def batch_scatter_update(stock, self, sparse_delta, *args, **kwargs):
-        if not isinstance(self, tf.distribute.DistributedValues):
-            return stock(self, sparse_delta, *args, **kwargs)
-        return self.assign(_batch_scattered(tf.convert_to_tensor(self), sparse_delta))
+        _reach(name, functools.partial(_rows, read))
+    _reach("batch_scatter_update", _batch_scatter)
 
 
-def _assign_whole(name: str, changed: Callable) -> None:
+def _reach(name: str, instead: Callable) -> None:
     @wrap(f"tf.Variable.{name}")
-    def scatter(stock, self, indices, updates, *args, **kwargs):
-        if not isinstance(self, tf.distribute.DistributedValues):
-            return stock(self, indices, updates, *args, **kwargs)
-        return self.assign(changed(tf.convert_to_tensor(self), indices, updates))
+    def call(stock, self, *args, **kwargs):
+        is_replicated = isinstance(self, tf.distribute.DistributedValues)
+        return (instead if is_replicated else stock)(self, *args, **kwargs)
 
 
-def _read_whole(name: str, read: Callable) -> None:
-    @wrap(f"tf.Variable.{name}")
-    def rows(stock, self, indices, *args, **kwargs):
-        if not isinstance(self, tf.distribute.DistributedValues):
-            return stock(self, indices, *args, **kwargs)
-        return read(tf.convert_to_tensor(self), indices)
+def _scattered(changed: Callable, variable, indices, updates, name: str | None = None):
+    return variable.assign(changed(tf.convert_to_tensor(variable), indices, updates))
+
+
+def _rows(read: Callable, variable, indices, name: str | None = None) -> tf.Tensor:
+    return read(tf.convert_to_tensor(variable), indices)
+
+
+def _batch_scatter(variable, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None):
+    return variable.assign(_batch_scattered(tf.convert_to_tensor(variable), sparse_delta))
 
 
 def _batch_scattered(table: tf.Tensor, delta: tf.IndexedSlices) -> tf.Tensor:

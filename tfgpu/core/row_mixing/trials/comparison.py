@@ -115,10 +115,8 @@ def is_close(one: np.ndarray, other: np.ndarray, by: float, *besides: np.ndarray
 
 def are_close(values: list, others: list, again: list, close: float) -> bool:
     """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
-    if any(
-        (a is None) != (b is None) or (a is not None and a.shape != b.shape)
-        for a, b in zip(values, others, strict=True)
-    ):
+    pairs = zip(values, others, strict=True)
+    if any((a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in pairs):
         return False
     values, others, again = (list(map(_numbers, each)) for each in (values, others, again))
     kept = [at for at, value in enumerate(values) if value is not None]
@@ -175,9 +173,8 @@ def not_linear(none: Recorder, once: Recorder, run: Recorder, times: float, clos
 def are_numbers(found: Recorder) -> bool:
     """Whether the gradients, logs and outputs of a run are finite, and no variable has become NaN, which hides all."""
     gradients = [each for update in found.updates for each in update if each is not None]
-    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs]) and not any(
-        _has_nan(each.after) and not _has_nan(each.before) for each in found.assigned.values()
-    )
+    hides = any(_has_nan(each.after) and not _has_nan(each.before) for each in found.assigned.values())
+    return not hides and all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])
 
 
 def _has_nan(value: np.ndarray) -> bool:
@@ -234,17 +231,16 @@ def grows_with_rows(whole: np.ndarray, parts: list[np.ndarray], sizes: list[int]
         >>> grows_with_rows(np.zeros(7), [np.zeros(7)], [3])
         False
     """
-    pairs = zip(parts, sizes, strict=True)
     return whole.ndim > 0 and all(
-        part.ndim == whole.ndim and len(part) * ROWS == len(whole) * size for part, size in pairs
+        part.ndim == whole.ndim and len(part) * ROWS == len(whole) * size
+        for part, size in zip(parts, sizes, strict=True)
     )
 
 
 def can_travel(spec: object) -> bool:
     """Whether rows of these specs can go from one replica to another."""
-    return all(
-        each is None or (isinstance(each, tf.TensorSpec) and each.dtype != tf.string) for each in tf.nest.flatten(spec)
-    )
+    specs = [each for each in tf.nest.flatten(spec) if each is not None]
+    return all(isinstance(each, tf.TensorSpec) and each.dtype != tf.string for each in specs)
 
 
 def _is_text(value: object) -> bool:

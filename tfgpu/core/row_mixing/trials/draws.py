@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfgpu.compat import variables
 from tfgpu.core.row_mixing.row_sums import Meets
-from tfgpu.core.state.held_iterators import TakesElements
+from tfgpu.core.state.python_state import TakesElements
 
 UNKNOWN, SHORT = 8, 8
 """The length of an axis that is not known, and of a long one that is cut."""

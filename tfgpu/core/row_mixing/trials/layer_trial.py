@@ -105,9 +105,7 @@ class LayerTrial:
         self._recorder, self._noted = Recorder(), draw_sizes.Noted()
         self._values: list[tf.Tensor] = []
         self._kept: python_state.Kept | None = None
-        self._changes: set[str] = set()
-        self._runs = itertools.count()
-        self._is_otherwise = False
+        self._changes, self._runs, self._is_otherwise = set(), itertools.count(), False
 
     def run(self) -> Verdict:
         """Tries the layer."""
@@ -117,8 +115,7 @@ class LayerTrial:
 
     def _tried(self) -> Verdict:
         self._values = [draws.stand_in(at, variable) for at, variable in enumerate(self._weights)]
-        unchanged = isolation.unchanged(self._layer, layers=self._within)
-        with self._captured.preserving_variables(), unchanged as self._kept:
+        with self._captured.preserving_variables(), python_state.Kept([self._layer], self._within) as self._kept:
             try:
                 found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
             except Meets:
@@ -271,17 +268,11 @@ class LayerTrial:
         gradients = [] if not sought.gradients else _gradients(tape, target, floats)
         count = sum(each.dtype.is_floating for each in inputs)
         state = {key: value for key, value in scope.state_mapping.items() if start.get(key) is not value}
-        return Outcome(
-            keras.tree.map_structure(lambda leaf: 0, outputs),
-            len(found),
-            [comparison.array(each) for each in tensors],
-            [comparison.array(each) for each in scope.losses],
-            {key: comparison.array(value) for key, value in state.items()},
-            noted,
-            [comparison.array(variables.local_value(each)) for each in self._captured.variables],
-            gradients[:count],
-            gradients[count:],
-        )
+        values, losses = ([comparison.array(each) for each in given] for given in (tensors, scope.losses))
+        state = {key: comparison.array(value) for key, value in state.items()}
+        plain = [comparison.array(variables.local_value(each)) for each in self._captured.variables]
+        structure, of_inputs = keras.tree.map_structure(lambda leaf: 0, outputs), gradients[:count]
+        return Outcome(structure, len(found), values, losses, state, noted, plain, of_inputs, gradients[count:])
 
     def _differing(
         self, whole: Outcome, parts: list[Outcome], places: list[TrialShard], *, is_sized: bool = False
@@ -296,14 +287,13 @@ class LayerTrial:
         if any(len(part.losses) != len(whole.losses) for part in parts):
             return "it adds other losses for other numbers of rows"
         for at, value in enumerate(whole.losses):
-            if not comparison.is_close(
-                value, comparison.weighed([part.losses[at] for part in parts], shares), self._close
-            ):
+            together = comparison.weighed([part.losses[at] for part in parts], shares)
+            if not comparison.is_close(value, together, self._close):
                 return "what it gives to `add_loss` is not a mean over rows"
         for at, value in enumerate(whole.values):
             if not are_rows(value, [part.values[at] for part in parts], places, self._close):
                 return "a row of its outputs depends on other rows"
-        if not all(map(_has_gradients, (whole, *parts))):
+        if not all(each.of_inputs or each.of_weights for each in (whole, *parts)):
             return None
         return self._differing_gradients(whole, parts, places, is_sized=is_sized)
 
@@ -319,8 +309,8 @@ class LayerTrial:
             if all(missing):
                 continue
             if any(missing):
-                return "the gradient of a row depends on other rows"
-            if spec.rows_each is None:
+                are_same = False
+            elif spec.rows_each is None:
                 are_same = comparison.is_close(value, sum(found), close, of_inputs)
             elif is_sized:
                 are_same = comparison.are_rows_of_their_size(value, found, places, close)
@@ -348,10 +338,6 @@ class LayerTrial:
             if not all(comparison.is_close(one, each, self._close) for each in several):
                 return "what it keeps in a tf.Variable depends on how many rows it sees"
         return None
-
-
-def _has_gradients(outcome: Outcome) -> bool:
-    return bool(outcome.of_inputs or outcome.of_weights)
 
 
 def _target(

@@ -15,8 +15,8 @@ from tfgpu.compat import variables
 from tfgpu.core import step_context
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.row_mixing.row_sums import Meets
-from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation, kernel_errors
-from tfgpu.core.state import layer_state
+from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
+from tfgpu.core.state import layer_state, python_state
 
 _ROWS = 6  # in parts of a third and two
 _MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `draws.SMALL` numbers
@@ -76,9 +76,7 @@ class LossTrial:
 
     def __init__(self, function: Callable, rows: tuple, owner: object):
         self._function, self._owner, self._captured = function, owner, captures.of(owner)
-        self.changes: set[str] = set()
-        self.generators: list[str] = []
-        self.counts: list[str] = []
+        self.changes, self.generators, self.counts = set(), [], []
         self._structure, self._tensors = rows, keras.tree.flatten(rows)
         self._count_true = len(keras.tree.flatten(rows[0]))
         self.why = ""
@@ -101,9 +99,9 @@ class LossTrial:
                 step_context.scope(is_trying=True),
                 tf.init_scope(),
                 isolation.kept_draws(),
-                kernel_errors.hidden(),
+                isolation.hidden_kernel_errors(),
                 self._captured.preserving_variables(),
-                isolation.unchanged(self._owner, layers=()) as self._kept,
+                python_state.Kept([self._owner], ()) as self._kept,
             ):
                 with tf.device("CPU:0"):  # the same on every worker
                     found = self._judged_all()
@@ -130,11 +128,8 @@ class LossTrial:
         return found
 
     def _judged_by(self, drawn: Iterator[list[tf.Tensor]], *, is_cut: bool = False) -> Needs | None:
-        found = draws.judged(
-            drawn,
-            lambda rows: self._judged(rows, is_cut=is_cut),
-            is_last=lambda needs: needs in (Needs.ALL, Needs.ALL_GIVES_ROWS),
-        )
+        judge = functools.partial(self._judged, is_cut=is_cut)
+        found = draws.judged(drawn, judge, is_last=lambda needs: needs in (Needs.ALL, Needs.ALL_GIVES_ROWS))
         self.why = self.why or found.why or ""
         return found.verdict
 
@@ -265,14 +260,14 @@ class LossTrial:
     def _label_kinds(self, draw: np.random.Generator, classes: int) -> list[Callable[[tuple], np.ndarray]]:
         """Ways to draw labels: two classes, all classes, numbers, and two classes with a label that stands for none."""
         nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
+
+        def special(shape: tuple, none: float) -> np.ndarray:
+            return draws.with_special(draw, draws.values(draw, shape, "whole"), none, 0.3)
+
+        kinds = {"how": "whole"}, {"how": "whole", "below": classes}, {"how": "normal"}
         return [
-            lambda shape: draws.values(draw, shape, "whole"),
-            lambda shape: draws.values(draw, shape, "whole", below=classes),
-            lambda shape: draws.values(draw, shape, "normal"),
-            *(
-                lambda shape, none=none: draws.with_special(draw, draws.values(draw, shape, "whole"), none, 0.3)
-                for none in nones
-            ),
+            *(functools.partial(draws.values, draw, **kind) for kind in kinds),
+            *(functools.partial(special, none=none) for none in nones),
         ]
 
     def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
@@ -310,8 +305,5 @@ def _fits(values: np.ndarray, dtype: tf.DType) -> bool:
 def _close(one: np.ndarray, other: np.ndarray, *besides: np.ndarray) -> bool:
     """Whether both are numbers, and as good as equal; `besides` are numbers that they come from."""
     size = max(np.abs(each).max(initial=0.0) for each in (one, other, *besides))
-    return (
-        one.shape == other.shape
-        and bool(np.all(np.abs(one - other) <= comparison.CLOSE * size))
-        and math.isfinite(size)
-    )
+    are_near = one.shape == other.shape and bool(np.all(np.abs(one - other) <= comparison.CLOSE * size))
+    return are_near and math.isfinite(size)

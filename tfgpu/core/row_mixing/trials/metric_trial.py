@@ -11,6 +11,7 @@ from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.trials.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.trials.isolation import TrialShard
+from tfgpu.core.state import python_state
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class MetricTrial:
         return isolation.run(self._tried)
 
     def _tried(self) -> Needed | None:
-        with self._captured.preserving_variables(), isolation.unchanged(self._metric, layers=()) as kept:
+        with self._captured.preserving_variables(), python_state.Kept([self._metric], ()) as kept:
             try:
                 with kept.locked_arrays():
                     found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
@@ -93,9 +94,8 @@ class MetricTrial:
         if not all(comparison.is_finite(value) for value in (*whole.state, *whole.gradients)):
             return None
         initial = self._initial()
-        states = zip(
-            self._metric.variables, initial, whole.state, *(each.state for each in parts), initial, strict=True
-        )
+        of_parts = (each.state for each in parts)
+        states = zip(self._metric.variables, initial, whole.state, *of_parts, initial, strict=True)
         if all(_is_sum(*each) for each in states) and whole.has_gradients_of(parts, halves):
             return False
         nudged = _Counted(*self._counted(self._inputs.nudged(draw, comparison.CLOSE / 16), shard))
@@ -117,9 +117,8 @@ class MetricTrial:
             tape.watch(sources)
             state = self._updated(args, kwargs, shard, None)
             floats = [tf.cast(each, tf.float32) for each in state if each.dtype.is_floating]
-            weighed = [
-                tf.reduce_sum(each * tf.random.stateless_normal(each.shape, (at, 0))) for at, each in enumerate(floats)
-            ]
+            drawn = [tf.random.stateless_normal(each.shape, (at, 0)) for at, each in enumerate(floats)]
+            weighed = [tf.reduce_sum(each * noise) for each, noise in zip(floats, drawn, strict=True)]
             target = tf.add_n(weighed) if weighed else tf.constant(0.0)
         found = [each for each in tape.gradient(target, sources) if each is not None]
         return [comparison.array(each) for each in state], [comparison.array(tf.convert_to_tensor(g)) for g in found]
@@ -163,7 +162,7 @@ def _is_sum(variable: keras.Variable, start, whole, first, second, initial) -> b
     if variable.aggregation == "sum":
         return comparison.is_close(whole, first + (second - initial), comparison.CLOSE, first, second)
     if variable.aggregation == "mean":
-        return all(comparison.is_close(whole, each, comparison.CLOSE) for each in (first,)) and comparison.is_close(
-            first - start, second - initial, comparison.CLOSE, first, second
-        )
+        moved = first - start, second - initial
+        is_whole = comparison.is_close(whole, first, comparison.CLOSE)
+        return is_whole and comparison.is_close(*moved, comparison.CLOSE, first, second)
     return comparison.is_close(whole, first, comparison.CLOSE)

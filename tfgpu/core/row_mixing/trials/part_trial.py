@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.draw_sizes import Sizes
+from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
-from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry
+from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.state.python_state import GLOBAL_DRAWS
 from tfgpu.core.state.trial_scope import Assigned
@@ -94,14 +95,10 @@ class Trial:
         self._ways: dict = {}
         self._owners: dict = {}
         self._draws, self._bytes_a_row, self._have_rows, self._has_shares = 0, 0, [], False
-        self._changes: list[str] = []
-        self._own_reads: set[str] = set()
-        self._generators: list[str] = []
-        self._counts: list[str] = []
-        self._makes = self._uses_results = False
-        self._close = comparison.CLOSE
-        self._normalizes = self._has_again = False
+        self._changes, self._generators, self._counts, self._own_reads = [], [], [], set()
+        self._makes = self._uses_results = self._normalizes = self._has_again = False
         self._has_told = self._one_is_enough = False
+        self._close = comparison.CLOSE
         self._asks_for_sizes = False  # of gradients, once
         self._calls = 1  # of the code, one after another in each run
         self._noted = draw_sizes.Noted()
@@ -130,7 +127,7 @@ class Trial:
 
     def _differing(self) -> str | None:
         try:
-            passing = comparison.NoNumbers, CannotTry, OneCopy, *self._passing()
+            passing = comparison.NoNumbers, CannotTry, OneCopy, Meets
             found = draws.judged(self._batches(), self._judged, is_last=self._is_last, passing=passing)
         except comparison.NoNumbers as error:
             refused = CannotTry(str(error))
@@ -152,10 +149,6 @@ class Trial:
     def _told(self) -> bool:
         """Whether the last batch ran, with finite numbers."""
         return self._has_told
-
-    def _passing(self) -> tuple[type[Exception], ...]:
-        """Errors that end the trial."""
-        return ()
 
     def _batches(self) -> Iterator:
         """Rows to run on, one batch after another."""

@@ -21,7 +21,7 @@ from tfgpu.core import batch_sharding, extensions, replica_attributes, replicati
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.row_mixing import choices, row_sums, scalar_updates, verdicts
 from tfgpu.core.row_mixing.trials import captures, comparison, draws
-from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry, drawn_batches
+from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry, drawn_batches
 from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, Trial, Tried
 from tfgpu.core.row_mixing.trials.step_recorder import Recorder
 from tfgpu.core.state.trial_scope import BETWEEN
@@ -142,11 +142,6 @@ def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, k
         )
 
 
-def _kept(found: Tried) -> dict | None:
-    """What of a trial later runs may read: metrics may have other names then."""
-    return None if found.scalar_ways else found.kept()
-
-
 def _note(strategy: tf.distribute.Strategy, name: str, becomes: str, why: str, source: str) -> None:
     verdicts.note(verdicts.Piece(f"function {name[1:-1]}", becomes, why, source), strategy)
 
@@ -199,9 +194,8 @@ class _RunTrial(Trial):
         self._each_part = parts
         self._has_again = self._one_is_enough = parts != _PARTS  # the trial in even parts has seen the rest
         self._strategy, self._function, self._structure = strategy, function, arguments
-        leaves = tf.nest.flatten(arguments)
-        self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, distribute.PerReplica)]
-        self._leaves = leaves
+        self._leaves = tf.nest.flatten(arguments)
+        self._at = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, distribute.PerReplica)]
         self._met: tuple | None = None
         self._asks_for_sizes = not self._has_again
         self._fitting: dict[str, set[str]] = {}  # of each metric that gets one number, the ways that all batches show
@@ -216,15 +210,13 @@ class _RunTrial(Trial):
         """
         others = [None if at in self._at else leaf for at, leaf in enumerate(self._leaves)]
         arguments = tf.nest.pack_sequence_as(self._structure, others)
-        things = (
-            self._function,
-            self._each_part,
-            self._strategy,
-            self._specs(),
-            self._own_rows(),
-            code_digest.rows_of(arguments),
-        )
-        return store.found("function", things, self.run, _kept, Tried, weights=True)
+        others = code_digest.rows_of(arguments)
+        things = self._function, self._each_part, self._strategy, self._specs(), self._own_rows(), others
+
+        def kept(found: Tried) -> dict | None:  # metrics may have other names in later runs
+            return None if found.scalar_ways else found.kept()
+
+        return store.found("function", things, self.run, kept, Tried, weights=True)
 
     def run(self) -> Tried:
         found = super().run()
@@ -268,9 +260,6 @@ class _RunTrial(Trial):
         shares, numbers = [part.share for part in parts], [part.scalars for part in parts]
         fitting = scalar_updates.ways(whole.scalars, numbers, shares, max(close, comparison.CLOSE))
         return {name: ways & self._fitting.get(name, ways) for name, ways in fitting.items()}
-
-    def _passing(self) -> tuple[type[Exception], ...]:
-        return (row_sums.Meets,)
 
     def _batches(self) -> Iterator[list]:
         # Workers have rows of their own, and must find the same.
@@ -320,13 +309,7 @@ class _RunTrial(Trial):
         raise row_sums.Meets("its replicas communicate too often, or not all in the same order")
 
     def _run_on(
-        self,
-        batch: list,
-        start: int,
-        stop: int,
-        meetings: row_sums.Meetings,
-        seed: int,
-        scale: Callable | None,
+        self, batch: list, start: int, stop: int, meetings: row_sums.Meetings, seed: int, scale: Callable | None
     ) -> Recorder:
         rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
         leaves = [_shared(leaf, is_later=self._sandbox.is_later) for leaf in self._leaves]

@@ -23,7 +23,7 @@ from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.replica_attributes import PythonState
 from tfgpu.core.row_mixing import choices, row_sums, verdicts
 from tfgpu.core.row_mixing.trials import comparison, weights_in_pieces
-from tfgpu.core.row_mixing.trials.drawn_batches import CannotTry, drawn_batches
+from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry, drawn_batches
 from tfgpu.core.row_mixing.trials.draws import given_rows
 from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, Trial, Tried
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
@@ -33,14 +33,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _MEETS = "it combines the replicas' rows itself"
-_METHODS = (
-    "train_step",
-    "test_step",
-    "compute_loss",
-    "compute_metrics",
-    "get_metrics_result",
-    "stateless_compute_loss",
-)
+_METHODS = "train_step test_step compute_loss compute_metrics get_metrics_result stateless_compute_loss".split()
 
 
 @dataclass(frozen=True)
@@ -98,11 +91,10 @@ def needs_whole_batch(
         InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
             batch (or may have to, if it could not be tried), and each replica holds a part of the weights.
     """
-    own = _own_methods(model, step_function)
-    reader = LogReader(model) if log_reader is None else log_reader
-    return bool(own) and _Question(model, step_function, spec, own, rows, reader).answer(
-        have_rows, arguments or {}, python
-    )
+    if not (own := _own_methods(model, step_function)):
+        return False
+    question = _Question(model, step_function, spec, own, rows, log_reader or LogReader(model))
+    return question.answer(have_rows, arguments or {}, python)
 
 
 class _Question:
@@ -263,11 +255,7 @@ def _own_methods(model: keras.Model, step_function: Callable) -> list[str]:
     else:
         step = "train_step" if step_function == model.train_step else "test_step"
         names = [each for each in _METHODS if not each.endswith("_step") or each == step]
-    return [name for name in names if not _is_of_keras(_function(model, name))]
-
-
-def _function(model: keras.Model, name: str) -> Callable | None:
-    return function_of(_method(model, name))
+    return [name for name in names if not _is_of_keras(model, name)]
 
 
 def _method(model: keras.Model, name: str) -> Callable:
@@ -276,7 +264,8 @@ def _method(model: keras.Model, name: str) -> Callable:
     return getattr(method, "unplaced", method)
 
 
-def _is_of_keras(function: Callable | None) -> bool:
+def _is_of_keras(model: keras.Model, name: str) -> bool:
+    function = function_of(_method(model, name))
     return function is not None and (function.__module__ or "").split(".")[0] in ("keras", "tfgpu")
 
 
@@ -285,16 +274,14 @@ class _StepTrial(Trial):
 
     def __init__(self, model: keras.Model, step_function: Callable, spec: object, given: object | None = None):
         super().__init__(step_function, model)
-        self._given = given
-        self._model, self._spec = model, spec
+        self._given, self._model, self._spec = given, model, spec
         self._step = training.without_optionals(model, step_function)
         self._calls = 2 if model.run_eagerly else 1  # what an eager step keeps in Python may change the next
         self._predicts = step_function == model.predict_step
         self._owners = {id(v): at for at, metric in enumerate(model.metrics) for v in metric.variables}
         # Replicas weigh what passes its moments as a mean over rows. A gradient of something else is no such mean.
-        self._normalizes = any(
-            isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
-        )
+        within = layers.layers_within(model)
+        self._normalizes = any(isinstance(each, keras.layers.BatchNormalization) for each in within)
         self._stand_ins, self._shards = weights_in_pieces.of(model), frozenset()
         if self._stand_ins is not None:
             self._stand_ins.draw()
@@ -303,11 +290,8 @@ class _StepTrial(Trial):
             self._shards = frozenset()
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
         self._close = CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
-        trains_by_own = step_function == model.train_step and not _is_of_keras(_function(model, "train_step"))
+        trains_by_own = step_function == model.train_step and not _is_of_keras(model, "train_step")
         self._asks_for_sizes = trains_by_own and not self._shards
-
-    def _passing(self) -> tuple[type[Exception], ...]:
-        return (row_sums.Meets,)
 
     def _batches(self) -> Iterator[object]:
         if self._given is not None:
@@ -340,9 +324,8 @@ class _StepTrial(Trial):
     def _recorded(
         self, batch, start: int, stop: int, *, seed: int = 0, piece: int | None = None, scale: Callable | None = None
     ) -> Recorder:
-        rows = tf.nest.map_structure(
-            lambda v: worker_rows.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
-        )
+        count = stop - start
+        rows = tf.nest.map_structure(lambda v: worker_rows.sliced(v, start, count) if tf.is_tensor(v) else v, batch)
         found = Recorder((stop - start) / ROWS, start, stop, shards=self._shards, scale=scale)
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, ROWS))
         with (
