@@ -22,9 +22,9 @@ LENGTH, WORDS, DEPTH = 128, 64, 6
 def _half(model, rows: int) -> None:
     """To half of what the activations of this batch take."""
     from tfgpu import parallel
-    from tfgpu.parallel.rematerialization import saved_tensors
+    from tfgpu.parallel.rematerialization import budget
 
-    facts = saved_tensors.measure(model, rows=rows)
+    facts = budget.measure(model, rows=rows)
     parallel.recompute(model, "auto", memory=facts.peak([(0, len(facts.calls), False)]) // 2, rows=rows)
 
 

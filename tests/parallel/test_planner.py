@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import published
 from tfgpu.errors import InputError
 from tfgpu.parallel.pipeline import schedule
-from tfgpu.parallel.planning import footprint, hardware, layouts, planner, timing
+from tfgpu.parallel.planning import footprint, hardware, layouts, planner
 from tfgpu.parallel.planning.layouts import Layout
 from tfgpu.parallel.planning.planner import plan, predict
 from tfgpu.parallel.planning.workload import Block, Transformer, Workload
@@ -195,7 +195,7 @@ def test_time_by_hand():
     device = hardware.Device("slow", 1000, 100.0, 50.0, 10.0, bandwidth=1000.0, host_bandwidth=10.0)
 
     def seconds(layout):
-        return timing.compute_s(ROW, ROW.stages(layout.pipeline), layout, device, batch=8, efficiency=0.5)
+        return footprint.compute_s(ROW, ROW.stages(layout.pipeline), layout, device, batch=8, efficiency=0.5)
 
     assert seconds(Layout()) == 8 * 400 * 3 / 5  # float32: 10 a second, half of it reached
     assert seconds(Layout(data=2, tensor=2)) == seconds(Layout()) / 4
@@ -203,8 +203,8 @@ def test_time_by_hand():
     # 2 rows a micro-batch, 4 + 1 turns of half the blocks, twice forward and once backward.
     assert seconds(Layout(pipeline=2, microbatches=4)) == 5 * 2 * 200 * 4 / 5
     both = footprint.Sent(data=500, tensor=2000)
-    assert timing.sending_s(Layout(data=4, tensor=2), both, device, per_host=8) == 0.5 + 2
-    assert timing.sending_s(Layout(data=4, tensor=2), both, device, per_host=2) == 50 + 2
+    assert footprint.sending_s(Layout(data=4, tensor=2), both, device, per_host=8) == 0.5 + 2
+    assert footprint.sending_s(Layout(data=4, tensor=2), both, device, per_host=2) == 50 + 2
 
 
 # Published

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.callbacks import Checkpoint
 from tfgpu.parallel import pipeline, place, recompute
-from tfgpu.parallel.rematerialization import budget, saved_tensors
+from tfgpu.parallel.rematerialization import budget
 
 ROWS, BATCH = 50, 16  # the last batch has 2 rows
 WEIGHTS = np.random.default_rng(0).uniform(0.5, 2.0, ROWS).astype("float32")
@@ -204,7 +204,7 @@ def test_as_many_operations_more_as_were_asked_for(make, where, more):
 def test_blocks_run_each_of_their_operations_once_more(make):
     tfgpu.repair_keras()
     x, _ = data_for(make)
-    facts = saved_tensors.measure(make(), rows=BATCH)
+    facts = budget.measure(make(), rows=BATCH)
     parts = budget.smallest(facts, [sum(own.values()) for own in facts.own])
     anew = [call for begin, end, again in parts if again for call in facts.calls[begin:end]]
     more = sum(isinstance(call.operation, (keras.layers.Dense, keras.layers.Conv2D)) for call in anew)
@@ -217,7 +217,7 @@ def test_blocks_run_each_of_their_operations_once_more(make):
 @pytest.mark.parametrize("make", [mlp, cnn, transformer, masked])
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 1.0])
 def test_a_budget_is_kept_in_what_is_predicted(make, share):
-    facts = saved_tensors.measure(make(), rows=BATCH)
+    facts = budget.measure(make(), rows=BATCH)
     plain = facts.peak([(0, len(facts.calls), False)])
     seconds = [1.0] * len(facts.calls)
     parts = budget.cheapest(facts, seconds, int(plain * share))
@@ -234,7 +234,7 @@ def test_a_budget_is_kept_in_what_is_predicted(make, share):
 def test_the_cheapest_of_all_ways():
     """Against each way to cut and to choose, of a model of a few layers."""
     layers = [keras.layers.Dense(width, "relu", name=f"d{width}") for width in (40, 8, 32, 16, 24)]
-    facts = saved_tensors.measure(keras.Sequential([keras.Input((4,)), *layers]), rows=4)
+    facts = budget.measure(keras.Sequential([keras.Input((4,)), *layers]), rows=4)
     seconds, count = [5.0, 1.0, 4.0, 2.0, 3.0], 5
     ways = []
     for cuts in itertools.product([False, True], repeat=count - 1):
@@ -252,7 +252,7 @@ def test_the_cheapest_of_all_ways():
 
 PEAK = """
 import ctypes, json, pathlib, sys, keras, numpy as np, tfgpu
-from tfgpu.parallel.rematerialization import saved_tensors
+from tfgpu.parallel.rematerialization import budget
 rows, memory = int(sys.argv[1]), sys.argv[2]
 tfgpu.repair_keras()
 keras.utils.set_random_seed(0)
@@ -270,7 +270,7 @@ pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from he
 before = held("VmRSS")
 model.fit(x, x, rows, epochs=2, verbose=0)
 peak = held("VmHWM") - before
-facts = saved_tensors.measure(tfgpu.models.transformer((256,), 64, width=64, depth=4, dropout=0.1), rows=rows)
+facts = budget.measure(tfgpu.models.transformer((256,), 64, width=64, depth=4, dropout=0.1), rows=rows)
 print(json.dumps([peak, facts.peak([(0, len(facts.calls), False)])]))
 """
 

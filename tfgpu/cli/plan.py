@@ -13,7 +13,7 @@ from tfgpu.cli import screen
 from tfgpu.cli.flags import AsJson, JsonTo, check_json, chosen, option, pairs, put_json, with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown, whole_number
-from tfgpu.parallel.planning import hardware, timing
+from tfgpu.parallel.planning import footprint, hardware
 from tfgpu.parallel.planning.planner import HEADROOM, Plan, plan
 from tfgpu.parallel.planning.pretrained import DECODERS, WEIGHTS, known
 from tfgpu.parallel.planning.workload import PRECISIONS, Transformer, Workload
@@ -72,7 +72,7 @@ class Options:
     host_bandwidth: _on(str | None, "Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE") = (
         None
     )
-    efficiency: _on(float, "Fraction of --flops reached while computing.") = timing.EFFICIENCY
+    efficiency: _on(float, "Fraction of --flops reached while computing.") = footprint.EFFICIENCY
     headroom: _on(float, "Fraction of the memory to leave free.") = HEADROOM
     limit: option(int, "Number of layouts to show.", panel="Output") = 10
     as_json: AsJson = False

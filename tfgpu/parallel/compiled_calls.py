@@ -262,9 +262,7 @@ class _Call:
                 came.clear()
                 with tf.device(self._device):
                     return tape.gradient(
-                        [found[at] for at in wanted],
-                        list(given),
-                        output_gradients=[upstream[at] for at in wanted],
+                        [found[at] for at in wanted], list(given), output_gradients=[upstream[at] for at in wanted]
                     )
 
             return found, gradient

@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import variables
-from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 
 _ROUNDS = 3
@@ -43,7 +42,9 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
         InputError: the model has no graph, or an input has an unknown size and no batch was given.
     """
     graph = model_graph.functional(model)
-    given = tf.nest.flatten(batch) if batch is not None else [_zeros(tensor, rows) for tensor in graph.inputs]
+    given = tf.nest.flatten(batch)
+    if batch is None:
+        given = [tf.zeros(model_graph.shape_of_rows(tensor, rows), tensor.dtype) for tensor in graph.inputs]
     values = {id(symbolic): tf.convert_to_tensor(value) for symbolic, value in zip(graph.inputs, given, strict=True)}
     found, seen = [], set()
     for call in model_graph.calls(model):
@@ -84,10 +85,3 @@ def _time(call: model_graph.Call, values: dict) -> float:
 
 def _bytes(value) -> int:
     return int(np.prod(value.shape)) * tf.as_dtype(value.dtype).size
-
-
-def _zeros(tensor, rows: int) -> tf.Tensor:
-    shape = (tensor.shape[0] or rows, *tensor.shape[1:])
-    if None in shape:
-        raise InputError(f"The input {tensor.name!r} has an unknown size: {tensor.shape}. Give a `batch` of inputs.")
-    return tf.zeros(shape, tensor.dtype)

@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu.core import replication
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel import compiled_calls, connection, model_graph, placement, replicas
 from tfgpu.parallel.device_placement import DevicePlacement, on_devices
 from tfgpu.parallel.expert import execution as expert
 from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
-from tfgpu.parallel.pipeline.sections import PipelineProgram
 from tfgpu.parallel.rematerialization import recomputed_layers
 from tfgpu.parallel.sequence import execution as sequence
 from tfgpu.parallel.tensor import block_run, block_trial, embeddings, partitioning
@@ -83,9 +82,14 @@ def apply(
     recomputed_layers.check_not_recomputed(model)
     strategy = _strategy(model, [mesh.device(data=at) for at in range(mesh.data)])
     partitioned = _partition(model, mesh, plan)
-    pipeline = _Pipeline(stages, microbatches, schedule, recompute, cuts, batch).checked(mesh)
-    stage_of = pipeline.assign_stages(model, mesh)
-    program = pipeline.program(model, mesh, stage_of)
+    stages, microbatches = _pipeline_sizes(mesh, stages, microbatches, schedule, recompute, cuts)
+    stage_of, program = [0] * len(_calls(model)), None
+    if stages > 1 or mesh.pipeline > 1:
+        stage_of = stage_assignment.assign_stages(model, stages, cuts, batch)
+        found = row_mixing.probe(model, replicas.mirrored(connection.select([mesh.device()])), batch)
+        staged = [_placement(mesh, stage) for stage in range(stages)]
+        how = dict(microbatches=microbatches, schedule=schedule, recompute=recompute, found=found)
+        program = stage_assignment.make_program(model, stage_of, staged, mesh.pipeline, **how)
     places = _Placements.of(model, mesh, stage_of)
     trials = block_trial.record(model, partitioned.blocks)
     split = _split_layers(partitioned, places, strategy)
@@ -189,55 +193,20 @@ def _strategy(model: keras.Model, devices: Sequence[str]) -> tf.distribute.Strat
     return found
 
 
-@dataclass(frozen=True)
-class _Pipeline:
-    """The arguments of `apply` that describe the pipeline."""
+def _pipeline_sizes(mesh: Mesh, stages, microbatches, schedule: str, recompute: bool, cuts) -> tuple[int, int]:
+    """The numbers of stages and of micro-batches, with the defaults for this mesh.
 
-    stages: int | None
-    microbatches: int | None
-    schedule: str
-    recompute: bool
-    cuts: Sequence[str] | None
-    batch: Any
-
-    def checked(self, mesh: Mesh) -> "_Pipeline":
-        """The same with the defaults for this mesh.
-
-        Raises:
-            InputError: the arguments do not fit together.
-        """
-        has_settings = self.cuts is not None or self.microbatches is not None
-        if self.stages is None and mesh.pipeline == 1 and has_settings:
-            raise InputError(f"`cuts` and `microbatches` describe a pipeline, and {mesh} has none. Remove them.")
-        stages = self.stages or mesh.pipeline * (2 if self.schedule == "interleaved" and mesh.pipeline > 1 else 1)
-        microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * stages
-        stage_assignment.check_counts(stages=stages, microbatches=microbatches)
-        stage_assignment.check_schedule(self.schedule, self.recompute, stages, microbatches, mesh.pipeline)
-        return _Pipeline(stages, microbatches, self.schedule, self.recompute, self.cuts, self.batch)
-
-    def _is_staged(self, mesh: Mesh) -> bool:
-        return self.stages > 1 or mesh.pipeline > 1
-
-    def assign_stages(self, model: keras.Model, mesh: Mesh) -> list[int]:
-        """The stage of each of the model's calls."""
-        if self._is_staged(mesh):
-            return stage_assignment.assign_stages(model, self.stages, self.cuts, self.batch)
-        return [0] * len(_calls(model))
-
-    def program(self, model: keras.Model, mesh: Mesh, stage_of: list[int]) -> PipelineProgram | None:
-        """How the model runs in stages; None for a single stage."""
-        if not self._is_staged(mesh):
-            return None
-        return stage_assignment.make_program(
-            model,
-            stage_of,
-            [_placement(mesh, stage) for stage in range(self.stages)],
-            mesh.pipeline,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            found=row_mixing.probe(model, replicas.mirrored(connection.select([mesh.device()])), self.batch),
-        )
+    Raises:
+        InputError: the arguments do not fit together.
+    """
+    if stages is None and mesh.pipeline == 1 and (cuts is not None or microbatches is not None):
+        raise InputError(f"`cuts` and `microbatches` describe a pipeline, and {mesh} has none. Remove them.")
+    stages = stages or mesh.pipeline * (2 if schedule == "interleaved" and mesh.pipeline > 1 else 1)
+    microbatches = microbatches or _MICROBATCHES_PER_STAGE * stages
+    whole_number("stages", stages)
+    whole_number("microbatches", microbatches)
+    stage_assignment.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
+    return stages, microbatches
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _LISTED = 8
 """How many names of a kind an error lists."""
 
 Names = Mapping[str, object] | Callable[[str], object]
+Arrays = Mapping[str, ArraySlices]
 
 
 @contextlib.contextmanager
@@ -108,7 +109,7 @@ def _load_keras(model: keras.Model, path: Path) -> None:
             ) from error
 
 
-def _convert(backbone: keras.Model, converter, config: Path, arrays: dict[str, ArraySlices]) -> None:
+def _convert(backbone: keras.Model, converter, config: Path, arrays: Arrays) -> None:
     try:
         keras_hub.convert(backbone, converter, config, arrays, lambda variable, value: variable.assign(value))
     except (KeyError, ValueError) as error:
@@ -118,9 +119,7 @@ def _convert(backbone: keras.Model, converter, config: Path, arrays: dict[str, A
         ) from error
 
 
-def _load_named(
-    model: keras.Model, arrays: Mapping[str, ArraySlices], path: Path, names: Names | None, partial: bool
-) -> None:
+def _load_named(model: keras.Model, arrays: Arrays, path: Path, names: Names | None, partial: bool) -> None:
     variables = {variable.path: variable for variable in sharded_variable.merged(model.weights)}
     if len(variables) < len(sharded_variable.merged(model.weights)):
         raise InputError(f"{model.name!r} has several variables of one path. Give its layers names of their own.")
@@ -138,11 +137,7 @@ def _load_named(
             variables[each].assign(array)
 
 
-def _differences(
-    variables: Mapping[str, keras.Variable],
-    found: Mapping[str, tuple[str, ArraySlices | None]],
-    arrays: Mapping[str, ArraySlices],
-) -> str:
+def _differences(variables: Mapping[str, keras.Variable], found: Mapping[str, tuple], arrays: Arrays) -> str:
     """What variables and arrays do not have in common; "" for nothing."""
     absent = [
         each if name == each else f"{each} (as {name!r})" for each, (name, array) in found.items() if array is None
@@ -151,17 +146,11 @@ def _differences(
     left = sorted(arrays.keys() - {name for name, _ in present.values()})
     shapes = {each: (array.shape, tuple(variables[each].shape)) for each, (_, array) in present.items()}
     others = [f"{each}: {there} in the file, {here}" for each, (there, here) in shapes.items() if there != here]
-    lines = [
-        _listed("variables that the file does not have", absent),
-        _listed("arrays that the model does not have", left),
-        _listed("other shapes", others),
-    ]
-    return "; ".join(filter(None, lines))
+    kinds = {"variables that the file does not have": absent, "arrays that the model does not have": left}
+    return "; ".join(_listed(what, names) for what, names in {**kinds, "other shapes": others}.items() if names)
 
 
-def _array_for(
-    path: str, model_name: str, arrays: Mapping[str, ArraySlices], names: Names | None
-) -> tuple[str, ArraySlices | None]:
+def _array_for(path: str, model_name: str, arrays: Arrays, names: Names | None) -> tuple[str, ArraySlices | None]:
     """What a file calls a variable, and the array, if it is there."""
     paths = list(dict.fromkeys((path, path.removeprefix(f"{model_name}/"))))
     asked = () if names is None else (names(each) if callable(names) else names.get(each) for each in paths)
@@ -180,4 +169,4 @@ def _array_for(
 
 def _listed(what: str, found: list[str]) -> str:
     more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    return f"{what}: {', '.join(found[:_LISTED])}{more}" if found else ""
+    return f"{what}: {', '.join(found[:_LISTED])}{more}"

@@ -2,8 +2,8 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from tfgpu.compat import variables
 from tfgpu.parallel import device_placement
 from tfgpu.parallel.zero import dealing
 
@@ -32,14 +32,9 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
     }
     metrics = {id(variable) for variable in model.metrics_variables}
     found: dict[str, dict[str, int]] = {}
-    for kind, variables in groups.items():
-        for variable in {id(v): v for v in variables if id(v) not in metrics}.values():
-            for copy in _copies(variable):
+    for kind, counted in groups.items():
+        for variable in {id(v): v for v in counted if id(v) not in metrics}.values():
+            for copy in variables.copies(getattr(variable, "value", variable)):
                 sizes = found.setdefault(device_placement.short_name(copy.device), dict.fromkeys(groups, 0))
                 sizes[kind] += int(np.prod(copy.shape)) * copy.dtype.size
     return found
-
-
-def _copies(variable) -> list:
-    value = getattr(variable, "value", variable)
-    return list(value.values) if isinstance(value, tf.distribute.DistributedValues) else [value]

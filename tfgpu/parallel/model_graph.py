@@ -142,11 +142,27 @@ def check_patterns(model: keras.Model, patterns: Iterable[str]) -> None:
             raise InputError(f"No layer of {model.name!r} is called {pattern!r}. There are {', '.join(near)}, ...")
 
 
+def with_layers_within(outer: Iterable[keras.layers.Layer]) -> list[keras.layers.Layer]:
+    """Some layers, each before the layers within it."""
+    return [each for layer in outer for each in (layer, *layers_within(layer).values())]
+
+
+def shape_of_rows(tensor, rows: int) -> tuple:
+    """The shape of a model's input with so many rows, where its own number is not fixed.
+
+    Raises:
+        InputError: another size is unknown.
+    """
+    shape = (tensor.shape[0] or rows, *tensor.shape[1:])
+    if None in shape:
+        raise InputError(f"The input {tensor.name!r} has an unknown size: {tensor.shape}. Give a `batch` of inputs.")
+    return shape
+
+
 def loss_owner(candidates: Iterable[keras.layers.Layer]) -> keras.layers.Layer | None:
     """One of these layers, or a layer within one, that can take `add_loss`; a functional model cannot."""
     outer = list(candidates)
-    inner = [within for layer in outer for within in layers_within(layer).values()]
-    return next((layer for layer in [*outer, *inner] if not isinstance(layer, keras.Model)), None)
+    return next((layer for layer in [*outer, *with_layers_within(outer)] if not isinstance(layer, keras.Model)), None)
 
 
 def run(chosen: Sequence[Call], values: dict[int, object], operation_fn: Callable) -> None:

@@ -21,6 +21,8 @@ from tfgpu.errors import InputError
 from tfgpu.parallel import balance, compiled_calls, connection, costs, device_placement, model_graph, replicas
 
 Devices = str | Iterable[str]
+Placements = Mapping[str, device_placement.DevicePlacement]
+"""By the path of a layer."""
 
 
 def place(
@@ -65,7 +67,11 @@ def place(
         raise InputError("`where` names no layer. Give patterns with devices, such as {'*': 'GPU:0'}.")
     model_graph.check_patterns(model, chosen)
     first = next(iter(chosen.values()))
-    strategy = _strategy_of(model, first)
+    forget_default_compile(model)
+    check_can_place(model)
+    strategy = model.distribute_strategy
+    if not replication.is_replicated(strategy):
+        strategy = replicas.mirrored(connection.select(first))
     for pattern, devices in chosen.items():
         if len(devices) != strategy.num_replicas_in_sync:
             raise InputError(
@@ -83,7 +89,7 @@ def place(
 
 def place_layers(
     model: keras.Model,
-    placements: Mapping[str, device_placement.DevicePlacement],
+    placements: Placements,
     strategy: tf.distribute.Strategy,
     split: Iterable[keras.layers.Layer] = (),
 ) -> None:
@@ -98,7 +104,7 @@ def place_layers(
     layers = model_graph.layers_within(model)
     device_placement.attach(model, strategy)
     _move_variables(layers, placements, strategy)
-    split = {id(each) for layer in split for each in (layer, *model_graph.layers_within(layer).values())}
+    split = set(map(id, model_graph.with_layers_within(split)))
     for path, layer in layers.items():
         if id(layer) not in split:
             device_placement.run_on(layer, placements[path])
@@ -134,9 +140,7 @@ def _move_variables(layers: Mapping[str, keras.layers.Layer], placements: Mappin
         device_placement.move_variable(variable, placement, strategy)
 
 
-def _place_operations(
-    model: keras.Model, placements: Mapping[str, device_placement.DevicePlacement], path: str
-) -> None:
+def _place_operations(model: keras.Model, placements: Placements, path: str) -> None:
     """Makes operations that are not layers, such as `x + y`, run where their first input is computed."""
     placement_of = {}
     outside = placements.get(path) or next(iter(placements.values()))
@@ -218,22 +222,12 @@ def check_can_place(model: keras.Model) -> None:
         raise InputError("The model's optimizer is already built. Place the model before `compile`.")
     if getattr(model, "compiled", False) and not replication.is_replicated(model.distribute_strategy):
         raise InputError("The model was compiled outside any strategy. Place it before `compile`.")
-    if (
-        replication.spans_processes(model.distribute_strategy)
-        or replication.local_training_of(model.distribute_strategy) is not None
-    ):
+    strategy = model.distribute_strategy
+    if replication.spans_processes(strategy) or replication.local_training_of(strategy) is not None:
         raise InputError(
             "The model was made for several workers, or for `averaging`. Make it outside any strategy, or in the scope "
             "of `mirrored`."
         )
     within = (getattr(layer, "distribute_strategy", None) for layer in model_graph.layers_within(model).values())
-    if any(map(device_placement.is_placed, (model.distribute_strategy, *within))):
+    if any(map(device_placement.is_placed, (strategy, *within))):
         raise InputError("The model, or a model within it, was placed before. Build a new model.")
-
-
-def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    """The strategy of a model's replicas; a new one if it has none."""
-    forget_default_compile(model)
-    check_can_place(model)
-    found = model.distribute_strategy
-    return found if replication.is_replicated(found) else replicas.mirrored(connection.select(devices))

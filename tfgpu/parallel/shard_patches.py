@@ -4,27 +4,173 @@ An optimizer whose update depends on the whole variable would see its shards. On
 shards over replicas see `zero/dealing.py`.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import layers, saving, variables
+from tfgpu.compat import layers, optimizers, saving, variables
 from tfgpu.compat.patch import override, wrap
 from tfgpu.compat.variables import CHECKPOINT_KEY
+from tfgpu.core import collectives, replication, step_context
 from tfgpu.core.state.sharded_variable import (
     ShardedVariable,
     ShardInfo,
     Sharding,
+    full_variable,
     has_shards,
     merged,
     set_shard_info,
     shard_info,
 )
 from tfgpu.errors import InputError
-from tfgpu.parallel import shard_clipping
+
+_factors = step_context.Slot("shard_patches.factors")
+"""By the id of the optimizer: what each gradient is multiplied by, in their order."""
+
+
+def _clip_by_full_norms() -> None:
+    """`clipnorm` needs the norm over all shards of a variable, `global_clipnorm` also the pieces of all replicas."""
+
+    @wrap("BaseOptimizer.backend_apply_gradients")
+    def apply_gradients(stock, self, grads, trainable_variables):
+        if _factors_of(self) is not None or not self.clipnorm or not has_shards(trainable_variables):
+            return stock(self, grads, trainable_variables)
+        with full_norm_clipping(self, grads, trainable_variables):
+            return stock(self, grads, trainable_variables)
+
+    @wrap("BaseOptimizer.clip_gradients")
+    def clip_gradients(stock, self, grads):
+        factors = _factors_of(self)
+        if factors is None:
+            return stock(self, grads)
+        if self.global_clipnorm:  # Keras makes tensors of slices there
+            return [tf.convert_to_tensor(g) * tf.cast(f, g.dtype) for g, f in zip(grads, factors, strict=True)]
+        return [_scaled(gradient, factor) for gradient, factor in zip(grads, factors, strict=True)]
+
+
+def _factors_of(optimizer) -> list | None:
+    return (_factors.get() or {}).get(id(optimizer))
+
+
+@contextlib.contextmanager
+def full_norm_clipping(
+    optimizer, grads: Sequence, variables: Sequence, scale=1.0, counted: Sequence[bool] | None = None
+) -> Iterator[None]:
+    """In the block, the optimizer clips the gradients of shards by the norms of the full variables.
+
+    The norms are computed before the block, outside the conditions of accumulation and float16, where replicas could
+    not communicate.
+
+    Args:
+        optimizer: not a `LossScaleOptimizer`, but the optimizer within it; built.
+        grads: None for one that another replica has, and which is not clipped here.
+        variables: one for each gradient; shards or not.
+        scale: what the gradients will be divided by before they are clipped.
+        counted: which gradients count for the sums over replicas, as others hold some of them too; None counts all.
+    """
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+        yield
+        return
+    squares = _squared_norms(optimizer, grads, variables, scale, counted or [True] * len(grads))
+    if optimizer.clipnorm:
+        norms = {key: tf.sqrt(value) for key, value in squares.items()}
+        factors = {key: optimizer.clipnorm / tf.maximum(norm, optimizer.clipnorm) for key, norm in norms.items()}
+    else:
+        norm, most = tf.sqrt(tf.add_n(list(squares.values()))), optimizer.global_clipnorm
+        factors = dict.fromkeys(squares, most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm))
+    pairs = zip(grads, variables, strict=True)
+    own = [factors[_outermost(variable)] for gradient, variable in pairs if gradient is not None]
+    with _factors.set_to({**(_factors.get() or {}), id(optimizer): own}):
+        yield
+
+
+def _squared_norms(optimizer, grads: Sequence, variables: Sequence, scale, counted: Sequence[bool]) -> dict:
+    """The squared norm of each gradient that will be clipped, summed over the shards of a variable."""
+    squares: dict = {}
+    for gradient, variable, counts in zip(grads, variables, counted, strict=True):
+        if gradient is None or not counts:
+            squares.setdefault(_outermost(variable), []).append(tf.zeros([], variable.dtype))
+            continue
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        values = values / tf.cast(scale, values.dtype)
+        if optimizer.gradient_accumulation_steps:
+            total = optimizers.accumulator(optimizer, variable)
+            values = (values + total) / optimizer.gradient_accumulation_steps
+        squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(values)))
+    totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
+    sharded = [variable for variable in variables if shard_info(variable) is not None]
+    over = {_outermost(variable) for variable in sharded if shard_info(variable).sharding.over_replicas}
+    if over and replication.replica_context() is not None:
+        keys = [key for key in totals if key in over]
+        (summed,) = collectives.sum_small([tf.stack([totals[key] for key in keys])])
+        totals |= dict(zip(keys, tf.unstack(summed, len(keys)), strict=True))
+    return totals
+
+
+def _scaled(gradient, factor: tf.Tensor):
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _outermost(variable):
+    """Identifies the full variable that a variable belongs to, past shards of shards."""
+    info = shard_info(variable)
+    if info is None:
+        return id(variable)
+    while info.outer is not None:
+        info = info.outer
+    return info.of
+
+
+@functools.cache
+def install_averages() -> None:
+    """Makes Keras overwrite and swap full variables with their moving averages, not pieces."""
+
+    @wrap("TFOptimizer.overwrite_model_variables_with_average_value")
+    def overwrite(stock, self, trainable_variables):
+        if step_context.gradients_are_summed() or not _has_pieces(self):
+            return stock(self, trainable_variables)
+        for variable, average in _averages(self):
+            variable.assign(average.numpy())
+
+    @wrap("SwapEMAWeights.tf_swap_variables")
+    def swap(stock, self, optimizer):
+        if not _has_pieces(optimizer):
+            return stock(self, optimizer)
+        for variable, average in _averages(optimizer):
+            value = np.array(variable.numpy())
+            variable.assign(average.numpy())
+            average.assign(value)
+
+    @wrap("SwapEMAWeights.tf_finalize_ema_values")
+    def finalize(stock, self, optimizer):
+        if not _has_pieces(optimizer):
+            return stock(self, optimizer)
+        for variable, average in _averages(optimizer):
+            average.assign(variable.numpy())
+
+
+def _has_pieces(optimizer) -> bool:
+    return any(map(_is_piece, optimizers.trained(optimizer)))
+
+
+def _is_piece(variable) -> bool:
+    info = shard_info(variable)
+    return info is not None and info.sharding.over_replicas
+
+
+def _averages(optimizer) -> Iterator[tuple]:
+    """Each full variable with its full average."""
+    for target, average in zip(optimizers.trained(optimizer), optimizers.averages(optimizer), strict=True):
+        full = full_variable(target)
+        yield tuple(ShardedVariable([each]) if _is_piece(each) else each for each in (full, average))
+
 
 _NOT_ELEMENTWISE = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 
@@ -82,7 +228,7 @@ def install() -> None:
     _merge_in_files()
     _merge_in_checkpoints()
     _merge_in_optimizers()
-    shard_clipping.install()
+    _clip_by_full_norms()
 
 
 def _merge_weights() -> None:

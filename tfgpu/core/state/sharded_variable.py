@@ -3,7 +3,7 @@
 A shard is an ordinary Keras variable with its own optimizer slots. Files, checkpoints and `get_weights` see the shards
 as one `ShardedVariable`, at the position of the variable that one device has.
 
-`parallel/shard_patches.py` makes Keras do so; `parallel/shard_clipping.py` clips by the norm of the full variable.
+`parallel/shard_patches.py` makes Keras do so, and clips by the norm of the full variable.
 """
 
 from collections.abc import Sequence

@@ -73,19 +73,16 @@ class Groups:
         traffic.note([part for at, part in enumerate(parts) if at != own])
 
         def across(strategy, *columns):
-            return self._swapped(strategy, columns, name)
+            sent = [strategy.experimental_local_results(column) for column in columns]  # by receiver, then by replica
+            found = []
+            for replica, device in enumerate(strategy.extended.worker_devices):
+                first, place = replica // self.size * self.size, replica % self.size
+                with tf.device(device):
+                    found.append(tuple(tf.identity(sent[place][first + at], name) for at in range(self.size)))
+            return distribute.regroup(tuple(found))
 
         with collectives.explained_merge_call():
             return list(replication.replica_context().merge_call(across, args=tuple(parts)))
-
-    def _swapped(self, strategy, columns, name: str):
-        sent = [strategy.experimental_local_results(column) for column in columns]  # by receiver, then by replica
-        found = []
-        for replica, device in enumerate(strategy.extended.worker_devices):
-            first, place = replica // self.size * self.size, replica % self.size
-            with tf.device(device):
-                found.append(tuple(tf.identity(sent[place][first + at], name) for at in range(self.size)))
-        return distribute.regroup(tuple(found))
 
     def _sum(self, strategy, *columns):
         values = [strategy.experimental_local_results(column) for column in columns]

@@ -11,10 +11,9 @@ from typing import Any
 
 import keras
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel import connection, hybrid
 from tfgpu.parallel.mesh import Mesh
-from tfgpu.parallel.pipeline import stage_assignment
 
 
 def pipeline(
@@ -63,7 +62,8 @@ def pipeline(
 
     Source: Huang et al., GPipe, 2019; Narayanan et al., Efficient large-scale language model training, 2021.
     """
-    stage_assignment.check_counts(stages=stages, microbatches=microbatches)
+    whole_number("stages", stages)
+    whole_number("microbatches", microbatches)
     mesh = _mesh_of(mesh, devices, stages, schedule)
     how = dict(schedule=schedule, recompute=recompute, cuts=cuts, batch=batch)
     return hybrid.apply(model, mesh, stages=stages, microbatches=microbatches, plan=None, **how)

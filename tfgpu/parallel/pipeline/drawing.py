@@ -125,8 +125,7 @@ def _draw_cell(axis: Axes, one: Measured, devices: list[int], scale: float, *, h
 
 
 def _title(cells: list[Measured], stages: int, microbatches: int, devices: int) -> str:
-    chunks = stages // devices
-    least = bound(devices, microbatches * chunks)
+    least = bound(devices, microbatches * (stages // devices))
     return (
         f"{stages} stages, {microbatches} micro-batches, {devices} devices: idle {idle(cells):.1%} of a step; "
         f"the bound is {least:.1%}"
@@ -141,7 +140,7 @@ def _program_of(model: keras.Model, path, steps: int) -> PipelineProgram:
         raise InputError("The model is not compiled, so it has no training step. Call `compile` first.")
     if Path(path).suffix not in SUFFIXES:
         raise InputError(f"`path` must end in {', '.join(SUFFIXES)}. Received: {str(path)!r}.")
-    steps = whole_number("steps", steps)
+    whole_number("steps", steps)
     return program
 
 
@@ -174,11 +173,11 @@ def _events(model: keras.Model, program: PipelineProgram, batch, steps: int) -> 
 def _cells(events: list[tuple]) -> list[Measured]:
     starts, found = {}, []
     origin = min(event[-1] for event in events)
-    for cell, device, again, ended, seconds in sorted(events, key=lambda event: event[-1]):
+    # By time; of one time, starts first.
+    for cell, device, again, ended, seconds in sorted(events, key=lambda event: (event[-1], event[-2])):
         if not ended:
             starts.setdefault((cell, device, again), []).append(seconds - origin)
-    for cell, device, again, ended, seconds in sorted(events, key=lambda event: event[-1]):
-        if ended:
+        else:
             found.append(Measured(cell, device, again, starts[cell, device, again].pop(0), seconds - origin))
     return sorted(found, key=lambda one: (one.start, one.device))
 

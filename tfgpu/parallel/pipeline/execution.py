@@ -19,8 +19,7 @@ from tfgpu.compat.keras import get_mask, set_mask
 from tfgpu.compat.tensorflow import without_recording
 from tfgpu.core import logits, replication
 from tfgpu.parallel import model_graph
-from tfgpu.parallel.pipeline.backward_pass import BackwardPass
-from tfgpu.parallel.pipeline.forward_pass import ForwardPass
+from tfgpu.parallel.pipeline.passes import BackwardPass, ForwardPass
 from tfgpu.parallel.pipeline.sections import PipelineProgram, Section
 from tfgpu.parallel.rematerialization import remat
 

@@ -49,7 +49,13 @@ def probe(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> R
             return _Trial(model, inputs).run(strategy)
         except Exception as error:  # from a layer's own code
             reason = error
-    unproven = {id(call.node): call.name for call in model_graph.calls(model) if _is_unproven(call)}
+    # Of calls of which nothing is known: those that run code of the user's that is not marked `tfgpu.by_rows`.
+    unproven = {
+        id(call.node): call.name
+        for call in model_graph.calls(model)
+        for each in model_graph.with_layers_within(call.layers)
+        if own_layers.is_own(each) and choices.of(each) != choices.BY_ROWS
+    }
     _log.warning(
         "Could not try whether rows of %r depend on each other (%s: %s). %sGive `batch`: some inputs.",
         model.name,
@@ -58,12 +64,6 @@ def probe(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> R
         f"So {', '.join(unproven.values())} of your own takes whole batches, not micro-batches. " if unproven else "",
     )
     return RowMixing(frozenset(unproven))
-
-
-def _is_unproven(call: model_graph.Call) -> bool:
-    """Whether a call, of which nothing is known, runs code of the user's that is not marked `tfgpu.by_rows`."""
-    within = (each for layer in call.layers for each in (layer, *model_graph.layers_within(layer).values()))
-    return any(own_layers.is_own(each) and choices.of(each) != choices.BY_ROWS for each in within)
 
 
 def _inputs(graph, batch) -> Iterator[list]:

@@ -91,9 +91,9 @@ def timed(rows: list[list[Cell]], cost: Callable[[Cell], float] = lambda cell: 1
     while any(place < len(row) for place, row in zip(at, rows, strict=True)):
         moved = False
         for device, row in enumerate(rows):
-            while at[device] < len(row) and all(need in ends for need in needs(row[at[device]], stages, rows)):
+            while at[device] < len(row) and all(need in ends for need in needs(row[at[device]], stages)):
                 cell = row[at[device]]
-                start = max([free[device], *(ends[need] for need in needs(cell, stages, rows))])
+                start = max([free[device], *(ends[need] for need in needs(cell, stages))])
                 ends[cell] = free[device] = start + cost(cell)
                 found.append(Timed(cell, device, start, ends[cell]))
                 at[device] += 1
@@ -103,7 +103,7 @@ def timed(rows: list[list[Cell]], cost: Callable[[Cell], float] = lambda cell: 1
     return sorted(found, key=lambda one: (one.start, one.device))
 
 
-def needs(cell: Cell, stages: int, rows: list[list[Cell]] | None = None) -> list[Cell]:
+def needs(cell: Cell, stages: int) -> list[Cell]:
     """The cells that must be done before a cell can run."""
     if not cell.backward:
         return [Cell(cell.stage - 1, cell.micro)] if cell.stage else []

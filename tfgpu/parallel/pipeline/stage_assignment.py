@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import keras
 
-from tfgpu.errors import InputError, unknown, whole_number
-from tfgpu.parallel import balance, costs, device_placement, model_graph
-from tfgpu.parallel.pipeline import row_mixing, sections
+from tfgpu.errors import InputError
+from tfgpu.parallel import balance, costs, model_graph
 from tfgpu.parallel.pipeline import schedule as schedules
+from tfgpu.parallel.pipeline import sections
 
 
 def assign_stages(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch) -> list[int]:
@@ -33,25 +33,17 @@ def assign_stages(model: keras.Model, stages: int, cuts: Sequence[str] | None, b
 
 
 def make_program(
-    model: keras.Model,
-    stage_of: Sequence[int],
-    placements: Sequence[device_placement.DevicePlacement],
-    devices: int,
-    *,
-    microbatches: int,
-    schedule: str,
-    recompute: bool,
-    found: row_mixing.RowMixing,
+    model: keras.Model, stage_of, placements, devices: int, *, microbatches: int, schedule: str, recompute: bool, found
 ) -> sections.PipelineProgram:
     """How a staged model runs in training.
 
     Args:
         model: as `model_graph.calls` takes it.
-        stage_of: the stage of each call.
-        placements: of each stage.
+        stage_of: the stage of each call, a number.
+        placements: of each stage, a `DevicePlacement`.
         devices: how many the stages of one replica share.
         microbatches, schedule, recompute: as for `pipeline`.
-        found: which calls need all rows.
+        found: which calls need all rows, a `RowMixing`.
 
     Raises:
         InputError: a stage returns a tensor without a batch axis, or with other rows than the batch; or the schedule
@@ -81,24 +73,12 @@ def check_schedule(schedule: str, recompute: bool, stages: int, microbatches: in
     Raises:
         InputError: as described.
     """
-    if schedule not in schedules.SCHEDULES:
-        raise unknown("schedule", schedule, schedules.SCHEDULES)
+    schedules.training(schedule, stages, microbatches, devices)
     if not recompute and schedule != "gpipe":
         raise InputError(
             f"{schedule!r} runs each forward pass again, because the loss of the whole batch comes before the first "
             "gradient. Use recompute=True, or schedule='gpipe'."
         )
-    schedules.training(schedule, stages, microbatches, devices)
-
-
-def check_counts(**counts: int) -> None:
-    """Refuses numbers that are not integers of at least 1.
-
-    Raises:
-        InputError: as described.
-    """
-    for name, value in counts.items():
-        whole_number(name, value)
 
 
 def _check_input(tensor) -> None:

@@ -1,10 +1,11 @@
 """Layouts: the ways to spread a model over devices."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 
 SCHEDULES = ("1f1b", "gpipe", "gpipe-kept")
 """`gpipe-kept` is `gpipe` with `recompute=False`."""
@@ -51,8 +52,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("data", "pipeline", "tensor", "accumulate", "microbatches", "expert"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise InputError(f"`{name}` must be a whole number from 1. Received: {getattr(self, name)!r}.")
+            whole_number(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3):
             raise InputError(f"`zero` must be 0, 1, 2 or 3. Received: {self.zero!r}.")
         if self.schedule not in SCHEDULES:
@@ -132,17 +132,11 @@ def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str
             if pipeline > blocks or batch % data:
                 continue
             zeros = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2] if tensor > 1 else [0, 1, 2, 3]
-            for accumulate, microbatches in _parts(batch // data, pipeline):
-                for schedule in _schedules(pipeline, loss):
-                    for zero in zeros:
-                        for recompute in (True,) if zero == 3 else (False, True):
-                            yield Layout(
-                                data, pipeline, tensor, zero, accumulate, microbatches, schedule, recompute, loss
-                            )
-
-
-def _schedules(pipeline: int, loss: str) -> tuple[str, ...]:
-    return SCHEDULES if pipeline > 1 and loss == "batch" else ("1f1b",)
+            schedules = SCHEDULES if pipeline > 1 and loss == "batch" else ("1f1b",)
+            ways = itertools.product(_parts(batch // data, pipeline), schedules, zeros, (False, True))
+            for (accumulate, microbatches), schedule, zero, recompute in ways:
+                if recompute or zero < 3:
+                    yield Layout(data, pipeline, tensor, zero, accumulate, microbatches, schedule, recompute, loss)
 
 
 def _parts(rows: int, pipeline: int) -> Iterator[tuple[int, int]]:

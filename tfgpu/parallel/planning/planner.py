@@ -4,15 +4,14 @@
     sizes = tfgpu.parallel.Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=50257)
     best = tfgpu.parallel.plan(sizes, devices=8, memory="40GB", batch=64)[0]
 
-Pure arithmetic: no device is used, and a `Transformer` needs no TensorFlow. The rules are in `footprint.py` and
-`timing.py`.
+Pure arithmetic: no device is used, and a `Transformer` needs no TensorFlow. The rules are in `footprint.py`.
 """
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tfgpu.errors import InputError, is_number, positive, whole_number
-from tfgpu.parallel.planning import footprint, hardware, layouts, timing
+from tfgpu.parallel.planning import footprint, hardware, layouts
 from tfgpu.parallel.planning.footprint import Memory, Sent
 from tfgpu.parallel.planning.hardware import Device
 from tfgpu.parallel.planning.layouts import Layout
@@ -65,7 +64,7 @@ def plan(
     flops: float | None = None,
     bandwidth: float | None = None,
     host_bandwidth: float | None = None,
-    efficiency: float = timing.EFFICIENCY,
+    efficiency: float = footprint.EFFICIENCY,
     headroom: float = HEADROOM,
     loss: str = "batch",
 ) -> list[Plan]:
@@ -103,7 +102,10 @@ def plan(
     work = _workload(model, precision)
     _check(devices=devices, per_host=per_host, batch=1 if batch is None else batch)
     batch = 8 * devices if batch is None else batch
-    _check_share(efficiency=efficiency, headroom=headroom)
+    if not is_number(efficiency) or not 0 < efficiency <= 1:
+        raise InputError(f"`efficiency` must be above 0 and at most 1. Received: {efficiency!r}. Try 0.5.")
+    if not is_number(headroom) or not 0 <= headroom < 1:
+        raise InputError(f"`headroom` must be at least 0 and below 1. Received: {headroom!r}. Try 0.1.")
     if loss not in layouts.LOSSES:
         Layout(loss=loss)  # says so
     found = _device(device, memory, flops, bandwidth, host_bandwidth)
@@ -139,7 +141,7 @@ def predict(
     precision: str | None = None,
     device: str | Device = "a100-80",
     per_host: int = 8,
-    efficiency: float = timing.EFFICIENCY,
+    efficiency: float = footprint.EFFICIENCY,
     headroom: float = HEADROOM,
 ) -> Plan:
     """Predicts what one layout needs.
@@ -188,8 +190,8 @@ def _can_train(work: Workload, layout: Layout) -> bool:
 def _predicted(work, stages, layout, device, *, batch, slots, room, per_host, efficiency) -> Plan:
     memory = footprint.memory(work, stages, layout, batch=batch, slots=slots)
     bytes_sent = footprint.sent(work, stages, layout, batch=batch)
-    seconds = timing.compute_s(work, stages, layout, device, batch=batch, efficiency=efficiency)
-    seconds += timing.sending_s(layout, bytes_sent, device, per_host=per_host)
+    seconds = footprint.compute_s(work, stages, layout, device, batch=batch, efficiency=efficiency)
+    seconds += footprint.sending_s(layout, bytes_sent, device, per_host=per_host)
     return Plan(layout, memory, bytes_sent, seconds, batch / seconds, max(0.0, memory.peak - room))
 
 
@@ -220,23 +222,13 @@ def _device(device: str | Device, memory=None, flops=None, bandwidth=None, host_
     for name, value in {"flops": flops, "bandwidth": bandwidth, "host_bandwidth": host_bandwidth}.items():
         if value is not None:
             positive(name, value)
-    if memory is not None:
-        found = replace(found, memory_bytes=hardware.bytes_of(memory))
-    if flops is not None:
-        found = replace(found, flops=flops, flops_tf32=flops, flops_float32=flops)
-    if bandwidth is not None:
-        found = replace(found, bandwidth=bandwidth)
-    return found if host_bandwidth is None else replace(found, host_bandwidth=host_bandwidth)
+    size = None if memory is None else hardware.bytes_of(memory)
+    rates = dict(flops=flops, flops_tf32=flops, flops_float32=flops, bandwidth=bandwidth, host_bandwidth=host_bandwidth)
+    given = dict(memory_bytes=size, **rates)
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def _check(**counts: int) -> None:
     for name, value in counts.items():
         if whole_number(name, value) > _MAX_COUNT:
             raise InputError(f"`{name}` must be at most {_MAX_COUNT:,}. Received: {value:,}.")
-
-
-def _check_share(efficiency: float, headroom: float) -> None:
-    if not is_number(efficiency) or not 0 < efficiency <= 1:
-        raise InputError(f"`efficiency` must be above 0 and at most 1. Received: {efficiency!r}. Try 0.5.")
-    if not is_number(headroom) or not 0 <= headroom < 1:
-        raise InputError(f"`headroom` must be at least 0 and below 1. Received: {headroom!r}. Try 0.1.")

@@ -193,8 +193,8 @@ class Decoder:
         each: float,
         lora: int | None,
         *,
-        experts: int = 0,
-        adapters: int = 0,
+        experts=0,
+        adapters=0,
         **others: float,
     ) -> Block:
         if lora is None:
@@ -203,28 +203,18 @@ class Decoder:
         return Block(name, whole=adapters, **frozen, **others)
 
 
-_LLAMA = "https://huggingface.co/meta-llama/Meta-Llama-3-{}/blob/main/config.json"
+_HUB = "https://huggingface.co/{}/blob/main/config.json"
+_LLAMA = _HUB.format("meta-llama/Meta-Llama-3-{}")
+_MIXTRAL, _QWEN = _HUB.format("mistralai/Mixtral-8x7B-v0.1"), _HUB.format("Qwen/Qwen3-30B-A3B")
 DECODERS = MappingProxyType(
     {
         each.name: each
         for each in (
-            Decoder(
-                *("gemma-2b", 18, 2048, 8, 1, 256, 16384, 256_000, True),
-                "https://huggingface.co/google/gemma-2b/blob/main/config.json",
-            ),
+            Decoder("gemma-2b", 18, 2048, 8, 1, 256, 16384, 256_000, True, _HUB.format("google/gemma-2b")),
             Decoder("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128_256, False, _LLAMA.format("8B")),
             Decoder("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128_256, False, _LLAMA.format("70B")),
-            Decoder(
-                *("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32_000, False),
-                "https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json",
-                experts=8,
-            ),
-            Decoder(
-                *("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, False),
-                "https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json",
-                experts=128,
-                norms_heads=True,
-            ),
+            Decoder("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32_000, False, _MIXTRAL, 8),
+            Decoder("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, False, _QWEN, 128, norms_heads=True),
         )
     }
 )

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfgpu.errors import InputError
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.pipeline import sections
-from tfgpu.parallel.planning import expert_split, tensor_split
+from tfgpu.parallel.planning import axis_splits
 from tfgpu.parallel.planning.workload import Block, Workload, in_segments
 
 _ROWS = 4
@@ -65,7 +65,7 @@ def workload(model: keras.Model) -> Workload:
 
     @functools.cache
     def cutter(ways: int) -> Workload | None:
-        found = tensor_split.split(model, calls, ways)
+        found = axis_splits.along_tensor(model, calls, ways)
         return None if found is None else _described(model, calls, costs, given, found, ways)
 
     return replace(_described(model, calls, costs, given), cutter=cutter)
@@ -95,7 +95,7 @@ def _described(
     calls: Sequence[model_graph.Call],
     costs: Sequence[_Cost],
     given: float,
-    split: tensor_split.TensorSplit | None = None,
+    split=None,
     ways: int = 1,
 ) -> Workload:
     """The model as blocks.
@@ -103,11 +103,11 @@ def _described(
     Args:
         model, calls, costs: what is described.
         given: bytes kept of each example itself.
-        split: what the tensor axis splits; None splits nothing.
+        split: what the tensor axis splits, a `TensorSplit`; None splits nothing.
         ways: the size of the tensor axis.
     """
-    split = split or tensor_split.TensorSplit()
-    experts = expert_split.split(calls)
+    split = split or axis_splits.TensorSplit()
+    experts = axis_splits.along_expert(calls)
     size = next((_bytes(v) // max(1, math.prod(v.shape)) for v in model.trainable_variables), 4)
     free = [at for at in _places(model, calls) if not any(first < at <= last for first, last in split.spans)]
     blocks = [
@@ -128,7 +128,7 @@ def _described(
 
 
 def _block(
-    model, calls, costs, inner: range, given: float, split: tensor_split.TensorSplit, ways: int, size, experts
+    model, calls, costs, inner: range, given: float, split: axis_splits.TensorSplit, ways: int, size, experts
 ) -> Block:
     """One block: the calls at the positions `inner`, with parameters of `size` bytes."""
     owned = [variable for at in inner for variable in costs[at].variables]
@@ -286,7 +286,7 @@ def _shape(tensor, rows: int) -> tuple:
 
 
 def _row_bytes(tensor) -> int:
-    return math.prod(size for size in tensor.shape[1:] if size) * tf.as_dtype(tensor.dtype).size
+    return int(axis_splits.bytes_of([tensor]))
 
 
 def _bytes(variable) -> int:

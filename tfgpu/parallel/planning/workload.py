@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel import balance
 
 PRECISIONS = {  # Bytes of a variable, and of an activation.
@@ -258,8 +258,8 @@ class Transformer:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "mlp"):
             value = getattr(self, name)
-            if not (name == "mlp" and value is None) and (type(value) is not int or value < 1):
-                raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+            if not (name == "mlp" and value is None):
+                whole_number(name, value)
         if self.layers > _MAX_LAYERS:
             raise InputError(f"`layers` must be at most {_MAX_LAYERS:,}. Received: {self.layers:,}.")
         if self.hidden % self.heads:

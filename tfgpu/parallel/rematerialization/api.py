@@ -1,8 +1,8 @@
 """`parallel.recompute`: rematerialization of a model's activations by layer, by block, or to fit a memory budget.
 
 `remat.py` runs layers again so that dropout draws the same mask and BatchNormalization counts a batch once.
-`saved_tensors.py` measures what the gradient of each call keeps, and `costs.py` how long each call takes; from both,
-`budget.py` chooses what to recompute.
+`budget.py` measures what the gradient of each call keeps and `costs.py` how long each call takes; from both, it chooses
+what to recompute.
 """
 
 import fnmatch
@@ -19,7 +19,7 @@ from tfgpu.core.error_messages import in_units
 from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel import costs, model_graph, placement
 from tfgpu.parallel.planning import hardware
-from tfgpu.parallel.rematerialization import budget, recomputed_layers, saved_tensors
+from tfgpu.parallel.rematerialization import budget, recomputed_layers
 
 WAYS = ("layers", "blocks", "auto")
 _FORWARD = 1 / 3
@@ -67,8 +67,9 @@ def recompute(
     if where in ("blocks", "auto"):
         recomputed_layers.recompute_calls(model, _blocks(model, where, memory, rows, batch))
         return model
-    for layer in _direct(model) if where == "layers" else _matching(model, where):
-        recomputed_layers.recompute_layer(layer)
+    for layer in model.layers if where == "layers" else _matching(model, where):
+        if not isinstance(layer, keras.layers.InputLayer):
+            recomputed_layers.recompute_layer(layer)
     return model
 
 
@@ -93,10 +94,6 @@ def _check(model: keras.Model, where, memory, rows, batch) -> None:
     recomputed_layers.check_not_spread(model)
 
 
-def _direct(model: keras.Model) -> list[keras.layers.Layer]:
-    return [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
-
-
 def _matching(model: keras.Model, patterns: Iterable[str]) -> list[keras.layers.Layer]:
     """The layers that a pattern matches, except layers within another such layer."""
     layers, patterns = model_graph.layers_within(model), list(patterns)
@@ -106,15 +103,14 @@ def _matching(model: keras.Model, patterns: Iterable[str]) -> list[keras.layers.
     found: dict[str, keras.layers.Layer] = {}
     for path, layer in layers.items():  # each after the one that holds it
         is_inside = any(path.startswith(f"{other}/") for other in found)
-        is_chosen = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-        if is_chosen and not is_inside and not isinstance(layer, keras.layers.InputLayer):
+        if not is_inside and any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
             found[path] = layer
     return list({id(layer): layer for layer in found.values()}.values())
 
 
 def _blocks(model: keras.Model, where: str, memory, rows: int | None, batch) -> list[Sequence[model_graph.Call]]:
     """The runs of calls to recompute."""
-    saved = saved_tensors.measure(model, batch, rows=rows or 32)
+    saved = budget.measure(model, batch, rows=rows or 32)
     if where == "blocks":
         segments = budget.smallest(saved, [sum(own.values()) for own in saved.own])
     else:
@@ -128,7 +124,7 @@ def _blocks(model: keras.Model, where: str, memory, rows: int | None, batch) -> 
     return [saved.calls[begin:end] for begin, end, is_recomputed in segments if is_recomputed]
 
 
-def _nothing_fits(model: keras.Model, saved: saved_tensors.SavedTensors, limit: int, rows, batch) -> InputError:
+def _nothing_fits(model: keras.Model, saved: budget.SavedTensors, limit: int, rows, batch) -> InputError:
     least = saved.peak(budget.smallest(saved, [1.0] * len(saved.calls)))
     count = rows or (np.shape(tf.nest.flatten(batch)[0])[0] if batch is not None else 32)
     return InputError(
@@ -138,9 +134,7 @@ def _nothing_fits(model: keras.Model, saved: saved_tensors.SavedTensors, limit: 
     )
 
 
-def _print_table(
-    saved: saved_tensors.SavedTensors, segments: budget.Segments, seconds: Sequence[float], limit: int
-) -> None:
+def _print_table(saved: budget.SavedTensors, segments: budget.Segments, seconds: Sequence[float], limit: int) -> None:
     table = Table("layers", "", "keeps", "without", "extra time")
     for begin, end, is_recomputed in segments:
         names = [saved.calls[begin].name] + ([saved.calls[end - 1].name] if end - begin > 1 else [])

@@ -10,7 +10,7 @@ from tfgpu.compat.keras import BaseOptimizer, MultiOptimizer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, step_context
 from tfgpu.core.state.sharded_variable import full_variable
-from tfgpu.parallel import shard_averages
+from tfgpu.parallel import shard_patches
 from tfgpu.parallel.zero import dealing, optimizer_build, update
 from tfgpu.parallel.zero.dealing import target_of
 from tfgpu.parallel.zero.sharding import is_fully_sharded, is_sharded, state_of
@@ -25,7 +25,7 @@ def install() -> None:
     extensions.gradient_extensions.register(update.ShardedUpdates(), order=30)
     extensions.xla_obstacles.register(lambda model: any(map(is_fully_sharded, model.trainable_variables)))
     _build_on_shards_everywhere()
-    shard_averages.install()
+    shard_patches.install_averages()
 
     _make_slots_of_dealt_variables()
     if MultiOptimizer.__module__.startswith("keras."):

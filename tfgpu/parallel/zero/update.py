@@ -10,7 +10,7 @@ from tfgpu.compat.keras import LossScaleOptimizer, name_scope
 from tfgpu.core import collectives, gradient_weights, gradients, replication, step_context, traffic
 from tfgpu.core.state import layer_state
 from tfgpu.core.state.sharded_variable import full_variable
-from tfgpu.parallel import shard_clipping
+from tfgpu.parallel import shard_patches
 from tfgpu.parallel.zero import owner_exchange
 from tfgpu.parallel.zero.dealing import flat_of, is_dealt, owners_of, target_of
 from tfgpu.parallel.zero.reduction import all_gather, local_piece, reduce_gradients
@@ -98,7 +98,7 @@ class _ShardedUpdate:
         places = self._places(optimizer)
         targets = [self._targets[at] for at in places]
         counted = [not is_dealt(each) or owners_of(each)[0] == owner_exchange.this_replica() for each in targets]
-        return shard_clipping.full_norm_clipping(optimizer, [sums[at] for at in places], targets, scale, counted)
+        return shard_patches.full_norm_clipping(optimizer, [sums[at] for at in places], targets, scale, counted)
 
 
 def _where(values: list, wanted: list[bool]) -> list:
