@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tfgpu import cli
-from tfgpu.cli import compare_weights, export, moved
+from tfgpu.cli import compare, export, moved
 
 HERE = "runs.py"
 
@@ -77,6 +77,6 @@ def test_a_value_that_is_no_number_is_called_so(capsys):
 
 @pytest.mark.parametrize("words", [["export", "missing", "out"], ["compare", "weights", "missing", "."]])
 def test_a_missing_model_is_refused_before_tensorflow_starts(words, monkeypatch, capsys):
-    for module in (export, compare_weights):
-        monkeypatch.setattr(module, "start_tensorflow", lambda: pytest.fail("TensorFlow was started"))
+    for module in (export, compare):
+        monkeypatch.setattr(module, "started", lambda _: pytest.fail("TensorFlow was started"))
     assert "There is nothing at 'missing'. Give " in refused(words, capsys)

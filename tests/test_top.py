@@ -16,8 +16,7 @@ import time
 
 import pytest
 
-from tfgpu.cli.top import _console
-from tfgpu.cli.top_screen import drawn
+from tfgpu.cli.top import _console, drawn
 from tfgpu.errors import InputError
 from tfgpu.sensors import Gpu, Limit, Sample
 from tfgpu.sensors.table import Table

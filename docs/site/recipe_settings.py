@@ -18,7 +18,7 @@ def page() -> str:
     panels: dict[str, list[str]] = {}
     for name, field in Recipe.model_fields.items():
         names = ", ".join(f"`{choice}`" for choice in choices(name))
-        text = field.description + (f" One of {names}." if names else "")
+        text = " ".join(field.description.split()) + (f" One of {names}." if names else "")
         row = f"| `{name}` | {_default(field.default)} | {text.replace('|', chr(92) + '|')} |"
         panels.setdefault(field.json_schema_extra["panel"], []).append(row)
     head = "| setting | default | what it does |\n|---|---|---|\n"

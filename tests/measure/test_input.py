@@ -83,7 +83,7 @@ def test_the_table_says_it_all(capsys, monkeypatch):
     about = {"input_shape": [8, 8, 1], "global_batch": 32, "devices": ["CPU:0"], "cores": 2}
     advice = "The input is the bottleneck."
     report = InputReport(Recipe(), rate(100, 110), rate(400), rate(98), "input", False, tuple(TRIALS), advice, about)
-    cli.profile_input._show_input(report)
+    cli.profile._show_input(report)
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
     assert ["input", "alone", "105", "10%", "the", "bottleneck"] in rows

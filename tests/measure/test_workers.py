@@ -19,7 +19,7 @@ def test_the_table_says_what_all_workers_do(capsys, monkeypatch):
     stages = (Stage("order", 4, "3 ms"), Stage("read", 1.75, "with the partners of mixup"))
     about = {"input_shape": [8, 8, 1], "global_batch": 32, "cores": 2}
     found = WorkersReport(Recipe(), 4, rates["alone"], rates["worker"], rates, stages, about)
-    cli.profile_input._show_workers(found)
+    cli.profile._show_workers(found)
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
     assert "on one of 4 workers: examples of 8×8×1, global batches of 32" in text and "supply 400 examples/s" in text

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from tfgpu import cli
-from tfgpu.cli import find
+from tfgpu.cli import tune as command
 from tfgpu.recipes import recipe as recipes
 from tfgpu.tune.batch_search import BatchSizes
 from tfgpu.tune.batches import BatchTry
@@ -75,8 +75,8 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
         tuple(tries), 16384, 16384, settings, recipes.make(settings), 8, 10**6, "NVIDIA H100", ("A note.",)
     )
     console = Console(width=80, highlight=False)
-    find._show_batches(console, found)
-    find._show_settings(console, found.settings, Path("found"))
+    command._show_batches(console, found)
+    command._show_settings(console, found.settings, Path("found"))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     row = next(line for line in lines if line.startswith("16,384"))
@@ -90,7 +90,7 @@ def test_rates_have_three_digits_wherever_they_are_shown(capsys):
     rates = np.geomspace(1e-6, 1, 200).tolist()
     losses = [1.0 if rate < 1.2e-4 else max(0.2, 1 - 0.4 * math.log10(rate / 1.2e-4)) for rate in rates]
     tested = judged(rates, [max(loss, 3 * rate) for rate, loss in zip(rates, losses, strict=True)], complete=True)
-    find._show_rates(Console(width=80, highlight=False), tested)
+    command._show_rates(Console(width=80, highlight=False), tested)
     out = capsys.readouterr().out
     row = {line.split(maxsplit=2)[2].strip(): line.split()[0] for line in out.splitlines() if len(line.split()) > 2}
     three = f"{tested.suggestion:.3g}"

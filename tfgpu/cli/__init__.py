@@ -15,25 +15,7 @@ from typing import Annotated
 
 import typer
 
-from tfgpu.cli import (
-    compare,
-    compare_weights,
-    data,
-    doctor,
-    export,
-    find,
-    kernel,
-    launch,
-    moved,
-    plan,
-    profile,
-    profile_input,
-    run,
-    screen,
-    top,
-    train,
-    tune,
-)
+from tfgpu.cli import compare, data, doctor, export, launch, moved, plan, profile, screen, top, train, tune
 from tfgpu.cli.flags import in_flags
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
@@ -139,11 +121,8 @@ def _main(
 
 
 # In the order of the help. A command of two words comes after its first.
-for _command in (train, run, launch, tune, find, profile, profile_input, plan, doctor, top):
-    app.add_typer(_command.app)
-app.add_typer(data.app, name="data")
-for _command in (export, compare, compare_weights, kernel):
-    app.add_typer(_command.app)
+for _commands in (train, launch, tune, profile, plan, doctor, top, data, export, compare):
+    app.add_typer(_commands.app, name="data" if _commands is data else None)
 
 
 def _one_line(error: Exception) -> str:

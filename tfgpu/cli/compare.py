@@ -1,5 +1,6 @@
-"""`tfgpu compare`: runs side by side."""
+"""`tfgpu compare`: runs side by side; `tfgpu compare weights`: their first difference."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AsJson, JsonTo, argument, check_json, option, put_json
+from tfgpu.cli.flags import AsJson, JsonTo, argument, check_exists, check_json, option, put_json
+from tfgpu.cli.start import started
 from tfgpu.redact import printable
 
 app = typer.Typer()
@@ -19,23 +21,21 @@ _NAME = 24
 """Most characters of a run's name."""
 
 
-@app.command(
-    "compare",
-    cls=screen.Command,
-    short_help="Compare runs side by side, or their weights one by one.",
-    help="Print a table of runs, and write a page with their curves; with --json, print JSON only.",
-    epilog=screen.examples(
-        "tfgpu compare runs/a runs/b", "tfgpu compare runs/* --output all.html", "tfgpu compare runs/a runs/b --json"
-    ),
-)
+@screen.command(app, "compare")
 def compare(
     runs: argument(list[Path], "RUN", "Run directories."),
-    output: option(Path, "The page; an existing file is replaced.", "--output", "-o", metavar="FILE") = Path(
-        "compare.html"
-    ),
+    output: option(Path, "The page; an existing file is replaced.", "--output -o FILE") = Path("compare.html"),
     as_json: AsJson = False,
     json_to: JsonTo = None,
 ) -> None:
+    """Compare runs side by side, or their weights one by one.
+
+    Print a table of runs, and write a page with their curves; with --json, print JSON only.
+
+    tfgpu compare runs/a runs/b
+    tfgpu compare runs/* --output all.html
+    tfgpu compare runs/a runs/b --json
+    """
     check_json(json_to)
     from tfgpu.recipes import compare as comparing
 
@@ -54,41 +54,73 @@ def compare(
     console.print(f"{comparing.write(found, output)}")
 
 
+@screen.command(app, "compare weights")
+def compare_weights(
+    one: argument(Path, "A", "A run, a checkpoint, or a .keras or .weights.h5 file."),
+    other: argument(Path, "B", "The same, to compare with."),
+    rtol: option(float, "Allowed difference, relative to B.", "NUMBER") = 0.0,
+    atol: option(float, "Allowed difference.", "NUMBER") = 0.0,
+    as_json: AsJson = False,
+    json_to: JsonTo = None,
+) -> None:
+    """Find the first difference between two runs, checkpoints or weights files.
+
+    Compare two runs, checkpoints or weights files, and print the first difference.
+
+    Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
+
+    tfgpu compare weights runs/a runs/b
+    tfgpu compare weights run/epoch-0003 other/epoch-0003 --rtol 1e-5
+    tfgpu compare weights a/model.keras b/model.keras --json
+    """
+    check_json(json_to)
+    for path in (one, other):
+        check_exists(path, "a run directory, a checkpoint, or a .keras or .weights.h5 file")
+    found = started("tfgpu.checkpoint.verification").verify(one, other, rtol=rtol, atol=atol)
+    if not put_json(asdict(found), as_json=as_json, json_to=json_to):
+        how = "within the bound" if rtol or atol else "bit by bit"
+        number = len(found.compared)
+        places = f" in {number} checkpoint{'s' * (number > 1)}" if number else ""
+        if found.parting is None:
+            print(f"Equal {how}: {found.arrays} arrays{places}.")
+        else:
+            where = f"{found.parting.where}, " if found.parting.where else ""
+            print(printable(f"The first difference is in {where}{found.parting.variable}: {found.parting.reason}."))
+        if found.only_one:
+            print(printable(f"Only one of them has {', '.join(found.only_one)}."))
+    if found.parting is not None:
+        raise typer.Exit(1)
+
+
 def _table(found: Any, names: list[str], width: int) -> tuple[Table, list[str]]:
     """The results and the differing settings that fit a width, and the names of the settings that do not."""
     from tfgpu.recipes import compare as comparing
 
-    width -= max(map(len, names)) + 2
     results = [name for name in _TELLING if any(name in run.results for run in found.runs)]
     told = {_title(name): [comparing.text(name, run.results.get(name)) for run in found.runs] for name in results}
-    columns, _, width = _fitting(told, width)
+    columns, _, width = _fitting(told, width - max(map(len, names)) - 2)
     differing = {
         name: ["-" if value is None else printable(str(value)) for value in values]
         for name, values in found.differing.items()
     }
     fitting, left, _ = _fitting(differing, width)
-    table = screen.table("run", *columns, *fitting, right=list(columns))
-    for row in zip(names, *columns.values(), *fitting.values(), strict=True):
-        table.add_row(*row)
-    return table, left
+    rows = zip(names, *columns.values(), *fitting.values(), strict=True)
+    return screen.table(["run", *columns, *fitting], rows, right=list(columns)), left
 
 
 def _told_apart(names: list[str]) -> list[str]:
     """Truncates names to 24 distinct characters: at the end, else at the beginning, else with a number in front."""
-    for cut in (_cut_at_end, _cut_at_beginning):
-        shown = [cut(name, _NAME) for name in names]
+    for at_end in (True, False):
+        shown = [_cut(name, _NAME, at_end=at_end) for name in names]
         if len(set(shown)) == len(shown):
             return shown
-    numbers = [f"{at} " for at in range(1, len(names) + 1)]
-    return [number + _cut_at_beginning(name, _NAME - len(number)) for number, name in zip(numbers, names, strict=True)]
+    return [f"{at} {_cut(name, _NAME - len(f'{at} '), at_end=False)}" for at, name in enumerate(names, start=1)]
 
 
-def _cut_at_end(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def _cut_at_beginning(text: str, length: int) -> str:
-    return text if len(text) <= length else f"…{text[1 - length :]}"
+def _cut(text: str, length: int, *, at_end: bool) -> str:
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 1]}…" if at_end else f"…{text[1 - length :]}"
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> tuple[dict[str, list[str]], list[str], int]:

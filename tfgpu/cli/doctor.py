@@ -37,37 +37,35 @@ class Options:
     as_json: AsJson = False
     json_to: JsonTo = None
     fix: option(bool, "Print a shell script that fixes what was found. Nothing is run.", "--fix") = False
-    model: option(str | None, "Also advise on the layers of this model.", metavar="NAME") = None
+    model: option(str | None, "Also advise on the layers of this model.", "NAME") = None
     train: _train(
         bool,
         "Also measure devices and links, and train with every strategy (two minutes). Each check is shown as it ends; "
         "Ctrl-C keeps the checks so far.",
         "--train",
     ) = False
-    hosts: _train(
-        str | None, "Machines to reach by ssh, for --train: host1,host2 [two processes here].", metavar="HOSTS"
-    ) = None
-    ssh: _train(str | None, "The ssh command, with your own options.", metavar="COMMAND") = None
+    hosts: _train(str | None, "Machines to reach by ssh, for --train: host1,host2 [two processes here].", "HOSTS") = (
+        None
+    )
+    ssh: _train(str | None, "The ssh command, with your own options.", "COMMAND") = None
     bundle: _bundle(bool, "Write a .zip to attach to a bug report.", "--bundle") = False
-    run: _bundle(Path | None, "A run, or the logs of a launch, to include.", metavar="DIR") = None
-    output: _bundle(Path | None, "The bundle [tfgpu-doctor-<time>.zip].", "--output", "-o", metavar="FILE") = None
+    run: _bundle(Path | None, "A run, or the logs of a launch, to include.", "DIR") = None
+    output: _bundle(Path | None, "The bundle [tfgpu-doctor-<time>.zip].", "--output -o FILE") = None
 
 
-@app.command(
-    "doctor",
-    cls=screen.first("script", "fix", "model", "train", "hosts", "bundle", "as_json", "json_to"),
-    short_help="Find what stops or slows training here, and how to fix it.",
-    help="Find what stops or slows training on this machine, and how to fix it.",
-    epilog=screen.examples(
-        "tfgpu doctor",
-        "tfgpu doctor --fix > fix.sh",
-        "tfgpu doctor --train --hosts host1,host2",
-        "tfgpu doctor --bundle --run runs/best",
-        "tfgpu doctor train.py -- --epochs 3",
-    ),
-)
+@screen.command(app, "doctor", "script fix model train hosts bundle as_json json_to")
 @with_options(Options)
 def doctor(options: Options) -> None:
+    """Find what stops or slows training here, and how to fix it.
+
+    Find what stops or slows training on this machine, and how to fix it.
+
+    tfgpu doctor
+    tfgpu doctor --fix > fix.sh
+    tfgpu doctor --train --hosts host1,host2
+    tfgpu doctor --bundle --run runs/best
+    tfgpu doctor train.py -- --epochs 3
+    """
     check_json(options.json_to)
     if options.script:
         _examine_script(options)
@@ -124,11 +122,9 @@ def _examine_script(options: Options) -> None:
 def _show_pieces(found: Any) -> None:
     console = Console()
     if found.pieces:
-        table = screen.table("piece", "computed", "known by", "why", "sent", fold=True)
-        for piece in found.pieces:
-            cells = (piece[name] for name in ("name", "verdict", "source", "why", "traffic"))
-            table.add_row(*map(escape, cells))
-        console.print(table)
+        names = ("name", "verdict", "source", "why", "traffic")
+        rows = ([escape(piece[name]) for name in names] for piece in found.pieces)
+        console.print(screen.table(("piece", "computed", "known by", "why", "sent"), rows, fold=True))
     if found.error:
         complain(f"The script ended before its first step: {found.error}")
     elif not found.replicas:

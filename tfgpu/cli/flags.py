@@ -21,17 +21,20 @@ from tfgpu.recipes.trust import refuse_code
 Options = TypeVar("Options")
 
 
-def option(kind: Any, text: str, *names: str, metavar: str | None = None, panel: str | None = None, **more: Any) -> Any:
+def option(kind: Any, text: str, usage: str = "", *, panel: str | None = None, **more: Any) -> Any:
     """The annotation of a parameter that is an option.
 
     Args:
         kind: its type; None is allowed too if the parameter's default is None.
         text: its help. Backticks become bold; the short help shows the first sentence.
-        names: `--name` and `-n`; by default made of the parameter's name.
-        metavar: what stands for the value in the help.
+        usage: such as `--output -o DIR`: its names, by default made of the parameter's, and what stands for the value
+            in the help.
         panel: the heading in the long help.
         more: other arguments of `typer.Option`.
     """
+    words = usage.split()
+    names = [word for word in words if word.startswith("-")]
+    metavar = " ".join(words[len(names) :]) or None
     return Annotated[kind, typer.Option(*names, metavar=metavar, help=marked(text), rich_help_panel=panel, **more)]
 
 
@@ -62,7 +65,7 @@ AllowCode = option(
 )
 Debug = option(bool, "Show a traceback on failure (also TFGPU_DEBUG=1).", "--debug", panel="Run")
 AsJson = option(bool, "Print JSON instead of text.", "--json")
-JsonTo = option(Path | None, "Write the JSON to a file.", metavar="FILE")
+JsonTo = option(Path | None, "Write the JSON to a file.", "FILE")
 
 
 def with_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -198,7 +201,7 @@ def _setting(name: str, field: Any) -> inspect.Parameter:
     """A setting's option. Values stay text: the schema parses them, so that a flag and a file give the same error."""
     flag, kind, metavar = flag_of(name), str | None, "NAME"
     if field.annotation is bool:
-        flag, kind, metavar = f"{flag}/--no-{flag[2:]}", bool | None, None
+        flag, kind, metavar = f"{flag}/--no-{flag[2:]}", bool | None, ""
     elif get_origin(field.annotation) is dict:
         kind, metavar = list[str] | None, "KEY=VALUE"
     elif isinstance(field.default, tuple):
@@ -207,13 +210,14 @@ def _setting(name: str, field: Any) -> inspect.Parameter:
         placeholders = {"devices": "N|NAMES", "image_size": "HxW", int: "INTEGER", float: "NUMBER", str: "TEXT"}
         keys = (name, field.annotation, *get_args(field.annotation))
         metavar = next(placeholders[key] for key in keys if key in placeholders)
-    text = option(kind, _help(name, field), flag, metavar=metavar, panel=field.json_schema_extra["panel"])
+    usage = f"{flag} {metavar}"
+    text = option(kind, _help(name, field), usage, panel=field.json_schema_extra["panel"])
     return _parameter(name, text, None)
 
 
 def _help(name: str, field: Any) -> str:
     """A setting's description, choices and default."""
-    text = field.description
+    text = " ".join(field.description.split())
     if names := recipes.choices(name):
         text += f" One of: {', '.join(names)}."
     if field.default in (None, {}, ()):

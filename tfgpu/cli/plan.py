@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tfgpu.cli import screen
 from tfgpu.cli.flags import AsJson, JsonTo, check_json, chosen, option, pairs, put_json, with_options
-from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.cli.start import imported, started
 from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel.planning import footprint, hardware
 from tfgpu.parallel.planning.planner import HEADROOM, Plan, plan
@@ -29,12 +29,10 @@ _model, _on = functools.partial(option, panel="Model"), functools.partial(option
 class Options:
     """The options of `tfgpu plan`."""
 
-    devices: _on(int, "Number of devices (required).", "--devices", metavar="N")
-    model: _model(str | None, "A model, as for `tfgpu train`; or give the sizes of a transformer.", metavar="NAME") = (
-        None
-    )
-    model_option: _model(list[str] | None, "An argument of the model's builder.", metavar="KEY=VALUE") = None
-    input_shape: _model(str | None, "Shape of one example, such as 224x224x3.", metavar="NxN") = None
+    devices: _on(int, "Number of devices (required).", "--devices N")
+    model: _model(str | None, "A model, as for `tfgpu train`; or give the sizes of a transformer.", "NAME") = None
+    model_option: _model(list[str] | None, "An argument of the model's builder.", "KEY=VALUE") = None
+    input_shape: _model(str | None, "Shape of one example, such as 224x224x3.", "NxN") = None
     classes: _model(int | None, "Number of classes; for a transformer, its vocabulary.") = None
     layers: _model(int | None, "Transformer: number of blocks.") = None
     hidden: _model(int | None, "Transformer: hidden size.") = None
@@ -42,14 +40,14 @@ class Options:
     sequence: _model(int | None, "Transformer: sequence length.") = None
     vocabulary: _model(int | None, "Transformer: vocabulary size.") = None
     mlp: _model(int | None, "Transformer: hidden size of the MLP [4 times --hidden].") = None
-    dropout: _model(float, "Transformer: dropout rate; above 0, its masks take memory.", metavar="NUMBER") = 0.0
+    dropout: _model(float, "Transformer: dropout rate; above 0, its masks take memory.", "NUMBER") = 0.0
     pretrained: _model(
         str | None,
         f"A published model, such as llama3-8b. One of: {', '.join(DECODERS)}; with --sequence [2048].",
-        metavar="NAME",
+        "NAME",
     ) = None
     lora: _model(int | None, "Pretrained: rank of LoRA [all weights are trained].") = None
-    weights: _model(str, f"Pretrained: frozen weights, one of {', '.join(WEIGHTS)}.", metavar="NAME") = "float32"
+    weights: _model(str, f"Pretrained: frozen weights, one of {', '.join(WEIGHTS)}.", "NAME") = "float32"
     flash_attention: _model(
         bool, "Pretrained: attention by blocks, as `tfgpu train --flash-attention`.", "--flash-attention"
     ) = False
@@ -57,21 +55,17 @@ class Options:
         int | None, "Pretrained: tokens whose logits are computed at a time [as `tfgpu train` chooses]."
     ) = None
     batch: _model(int | None, "Examples per step, over all devices [8 per device].") = None
-    optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", metavar="NAME|INTEGER") = "adamw"
-    precision: _model(str, "Compute precision.", metavar="NAME") = "mixed_bfloat16"
-    loss: _model(
-        str, "`batch`: of the whole batch, as parallel.pipeline; `microbatch`: as Megatron-LM.", metavar="NAME"
-    ) = "batch"
-    device: _on(str, f"The kind of device. One of: {', '.join(hardware.DEVICES)}.", metavar="NAME") = "a100-80"
-    memory: _on(str | None, "Memory of a device, such as 80GB [the device's].", "--device-memory", metavar="SIZE") = (
-        None
+    optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", "NAME|INTEGER") = "adamw"
+    precision: _model(str, "Compute precision.", "NAME") = "mixed_bfloat16"
+    loss: _model(str, "`batch`: of the whole batch, as parallel.pipeline; `microbatch`: as Megatron-LM.", "NAME") = (
+        "batch"
     )
+    device: _on(str, f"The kind of device. One of: {', '.join(hardware.DEVICES)}.", "NAME") = "a100-80"
+    memory: _on(str | None, "Memory of a device, such as 80GB [the device's].", "--device-memory SIZE") = None
     per_host: _on(int, "Devices per host.", "--devices-per-host") = 8
     flops: _on(float | None, "Peak FLOP/s of a device, such as 312e12.") = None
-    bandwidth: _on(str | None, "Bytes per second between devices of a host, such as 300GB.", metavar="SIZE") = None
-    host_bandwidth: _on(str | None, "Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE") = (
-        None
-    )
+    bandwidth: _on(str | None, "Bytes per second between devices of a host, such as 300GB.", "SIZE") = None
+    host_bandwidth: _on(str | None, "Bytes per second between devices of two hosts, such as 25GB.", "SIZE") = None
     efficiency: _on(float, "Fraction of --flops reached while computing.") = footprint.EFFICIENCY
     headroom: _on(float, "Fraction of the memory to leave free.") = HEADROOM
     limit: option(int, "Number of layouts to show.", panel="Output") = 10
@@ -79,46 +73,35 @@ class Options:
     json_to: JsonTo = None
 
 
-@app.command(
+@screen.command(
+    app,
     "plan",
-    cls=screen.first(
-        *("devices", "model", "layers", "pretrained", "input_shape", "classes", "batch", "device", "precision"),
-        *("limit", "json_to"),
-        layers="Blocks; with --hidden --heads --sequence --vocabulary.",
-        json_to="Write all layouts to a file; --json prints them.",
-    ),
-    short_help="List the layouts of a model over devices, the fastest first.",
-    help="List the layouts of a model over devices, the fastest that fits first. Nothing is run.",
-    epilog=screen.examples(
-        "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8",
-        "tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2",
-        "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8",
-        "tfgpu plan --model transformer --model-option depth=12 --model-option width=768 --model-option heads=12 "
-        "--input-shape 1024 --classes 50257 --devices 8 --device v100-16 --precision mixed_float16",
-    ),
+    "devices model layers pretrained input_shape classes batch device precision limit json_to",
+    layers="Blocks; with --hidden --heads --sequence --vocabulary.",
+    json_to="Write all layouts to a file; --json prints them.",
 )
 @with_options(Options)
 def show_plans(options: Options) -> None:
+    """List the layouts of a model over devices, the fastest first.
+
+    List the layouts of a model over devices, the fastest that fits first. Nothing is run.
+
+    tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8
+    tfgpu plan --pretrained llama3-8b --lora 16 --weights int4 --devices 2
+    tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8
+    tfgpu plan --model transformer --model-option depth=12 --model-option width=768 --model-option heads=12
+        --input-shape 1024 --classes 50257 --devices 8 --device v100-16 --precision mixed_float16
+    """
     whole_number("limit", options.limit)
     check_json(options.json_to)
     if options.precision not in PRECISIONS:
         raise unknown("precision", options.precision, PRECISIONS)
     work = _workload(options)
-    found = plan(
-        work,
-        options.devices,
-        batch=options.batch,
-        memory=options.memory,
-        optimizer=options.optimizer,
-        device=options.device,
-        per_host=options.per_host,
-        flops=options.flops,
-        bandwidth=None if options.bandwidth is None else hardware.bytes_of(options.bandwidth),
-        host_bandwidth=None if options.host_bandwidth is None else hardware.bytes_of(options.host_bandwidth),
-        efficiency=options.efficiency,
-        headroom=options.headroom,
-        loss=options.loss,
-    )
+    same = ("batch", "memory", "optimizer", "device", "per_host", "flops", "efficiency", "headroom", "loss")
+    how = {name: getattr(options, name) for name in same}
+    for name, size in chosen(options, ("bandwidth", "host_bandwidth")).items():
+        how[name] = hardware.bytes_of(size)
+    found = plan(work, options.devices, **how)
     rows = [asdict(one) | {"fits": one.fits} for one in found]
     if not put_json(rows, as_json=options.as_json, json_to=options.json_to):
         _show(Console(highlight=False), _about(options, work), found, options.limit)
@@ -196,10 +179,8 @@ def _built(name: str, options: Mapping, shape: tuple, classes: int | None, preci
     """Builds a Keras model on this machine's CPU, and reads its graph."""
     if classes is None and ":" not in name:
         raise InputError(f"Model {name!r} needs the number of classes. Add, for example, --classes 10.")
-    with Console(stderr=True).status("starting TensorFlow"):
-        start_tensorflow()
-        keras, tf = imported("keras"), imported("tensorflow")
-        models, traced = imported("tfgpu.models"), imported("tfgpu.parallel.planning.traced")
+    traced = started("tfgpu.parallel.planning.traced", says=True)
+    keras, tf, models = imported("keras"), imported("tensorflow"), imported("tfgpu.models")
     keras.config.set_dtype_policy("float32" if precision == "tf32" else precision)
     with tf.device("CPU:0"), Console(stderr=True).status("reading the model's graph"):
         found = traced.workload(models.build(name, input_shape=shape, classes=classes or 1, options=options))

@@ -1,8 +1,11 @@
 """The help of commands: what matters first fits a terminal of 80 x 24 characters; `--help-all` shows every option."""
 
 import contextlib
+import inspect
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -20,11 +23,19 @@ _ALL = "--help-all"
 _WIDEST = 120
 
 
-def table(*titles: str, right: Sequence[str] = (), fold: bool = False, **options: Any) -> Table:
+def table(
+    titles: Sequence[str],
+    rows: Iterable[Iterable[Any]],
+    *,
+    right: Sequence[str] = (),
+    fold: bool = False,
+    **options: Any,
+) -> Table:
     """A table without lines.
 
     Args:
         titles: the columns' headings.
+        rows: their cells.
         right: those of columns that are aligned to the right.
         fold: whether long cells take several lines.
         options: other arguments of `rich.table.Table`.
@@ -32,6 +43,8 @@ def table(*titles: str, right: Sequence[str] = (), fold: bool = False, **options
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
     for title in titles:
         made.add_column(title, justify="right" if title in right else "left", no_wrap=not fold, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -40,25 +53,43 @@ def examples(*lines: str, before: str = "") -> str:
     return "\n\n".join([*([before] if before else []), f"[bold]Example{'s' * (len(lines) > 1)}[/]", *lines])
 
 
-def first(*names: str, **texts: str) -> type[TyperCommand]:
-    """Makes the class of a command whose help begins with some of its options.
+def command(
+    app: typer.Typer, name: str, first: str = "", *, of_script: bool = False, hidden: bool = False, **lines: str
+):
+    """Adds a function to an app as a command. Paragraphs of its docstring are its short help, its help and examples.
 
     Args:
-        names: of the parameters, in their order in the short help.
-        texts: by name, a line in place of the first sentence of the parameter's help.
-
-    Example:
-        >>> first("model", "epochs", model="A builder's name.").__name__
-        'Command'
+        app: that gets the command.
+        name: one word or two.
+        first: the parameters of the short help, in their order; by default all.
+        of_script: whether the words behind the first argument belong to a script.
+        hidden: whether the list of commands lacks it.
+        lines: by name, a line in place of the first sentence of a parameter's help.
     """
-    return type("Command", (Command,), {"first": {name: texts.get(name) for name in names}})
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        short, *texts = (inspect.getdoc(function) or "").split("\n\n")
+        told, before = [" ".join(text.split()) for text in (*texts[:-1], "", "")][:2]
+        shown = re.sub(r"\n +", " ", texts[-1] if texts else "").splitlines()  # an example may take several lines
+        app.command(
+            name,
+            cls=type("Command", (Command,), {"first": {each: lines.get(each) for each in first.split()}}),
+            context_settings={"allow_interspersed_args": not of_script},
+            short_help=short,
+            help=told or short,
+            epilog=examples(*shown, before=before),
+            hidden=hidden,
+        )(function)
+        return function
+
+    return add
 
 
 class Command(TyperCommand):
     """A command with a short help and a long one."""
 
-    first: Mapping[str, str | None] | None = None
-    """The lines of the short help; None shows all options."""
+    first: Mapping[str, str | None] = MappingProxyType({})
+    """The lines of the short help; without any it shows all parameters."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_ALL] = _ALL in args
@@ -73,16 +104,21 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = {each.name: each for each in self.params if not each.hidden}
-        chosen = None if ctx.meta.get(_ALL) else self.first
+        chosen = {} if ctx.meta.get(_ALL) else self.first
+        siblings = ctx.parent.command.commands if ctx.parent else {}
+        others = [
+            (f"tfgpu {name}", each.short_help) for name, each in siblings.items() if name.startswith(f"{self.name} ")
+        ]
         with _written(formatter) as console:
-            _head(console, self, ctx, brief=chosen is not None)
-            if chosen is None:
-                _panels(console, list(shown.values()), ctx)
-            else:
+            _head(console, self, ctx, brief=bool(chosen))
+            if chosen:
                 lines = [(_names(shown[name], ctx), _line(shown[name], text)) for name, text in chosen.items()]
                 _rows(console, "", lines)
-            _others(console, self, ctx)
-            _examples(console, self, ctx, whole=chosen is None, left=len(shown) - len(chosen or shown))
+            else:
+                _panels(console, list(shown.values()), ctx)
+            if others:
+                _rows(console, "", others)
+            _examples(console, self, ctx, whole=not chosen, left=len(shown) - len(chosen or shown))
 
 
 class Group(TyperGroup):
@@ -202,14 +238,6 @@ def _default(parameter: Any) -> str:
     if not parameter.show_default or value is None or value is False or value == () or value == []:
         return ""
     return escape(f" [default: {'yes' if value is True else f'{value:g}' if isinstance(value, float) else value}]")
-
-
-def _others(console: Console, command: Any, ctx: Any) -> None:
-    """The commands of two words that begin with this one."""
-    siblings = ctx.parent.command.commands if ctx.parent else {}
-    found = {name: each for name, each in siblings.items() if name.startswith(f"{command.name} ")}
-    if found:
-        _rows(console, "", [(f"tfgpu {name}", each.short_help or each.help) for name, each in found.items()])
 
 
 def _examples(console: Console, command: Any, ctx: Any, *, whole: bool, left: int) -> None:

@@ -1,5 +1,6 @@
 """Starts TensorFlow quietly, and prints errors in one line."""
 
+import contextlib
 import importlib
 import os
 import signal
@@ -13,12 +14,20 @@ from rich.markup import escape
 from tfgpu.quiet import starting
 
 
-def start_tensorflow(*, debug: bool = False) -> None:
-    """Imports TensorFlow without its startup messages, unless the user debugs or has set a log level."""
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if not (debug or debugging()):
-        with starting("3"):
-            imported("tensorflow")
+def started(name: str, *, debug: bool = False, says: bool = False) -> ModuleType:
+    """Starts TensorFlow without its messages, unless the user debugs or has set a log level, and imports a module.
+
+    Args:
+        name: of the module.
+        debug: whether the user debugs.
+        says: whether to say it on a terminal meanwhile.
+    """
+    with Console(stderr=True).status("starting TensorFlow") if says else contextlib.nullcontext():
+        os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+        if not (debug or debugging()):
+            with starting("3"):
+                imported("tensorflow")
+        return imported(name)
 
 
 def imported(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tfgpu.cli import screen
 from tfgpu.cli.flags import AllowCode, Debug, RecipeName, file_of, given, option, with_settings
-from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.cli.start import started
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import ready
@@ -22,27 +22,13 @@ app = typer.Typer()
 _run = functools.partial(option, panel="Run")
 
 
-@app.command(
+@screen.command(
+    app,
     "train",
-    cls=screen.first(
-        *("name", "data", "model", "epochs", "global_batch", "learning_rate", "strategy", "precision", "output"),
-        *("resume", "dry_run", "listing"),
-        data="digits, tfds:NAME, a folder, a file, or module:function.",
-        model="cnn, resnet, vit, ResNet50, ..., or module:function.",
-        dry_run="Build everything, train two steps, write nothing.",
-    ),
-    short_help="Train a model by a recipe: run directory, metrics, report.",
-    help="Train a model, and write a run directory with the model, its metrics and a report.",
-    epilog=screen.examples(
-        "tfgpu train",
-        "tfgpu train cifar10 --epochs 100",
-        "tfgpu train imagenet --dry-run",
-        "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30",
-        "tfgpu train --strategy mirrored --virtual-devices 4 --batch 64",
-        "tfgpu train runs/best/config.yaml --output again --seed 1",
-        "tfgpu train --resume --output runs/best",
-        "tfgpu train --track mlflow --project digits",
-    ),
+    "name data model epochs global_batch learning_rate strategy precision output resume dry_run listing",
+    data="digits, tfds:NAME, a folder, a file, or module:function.",
+    model="cnn, resnet, vit, ResNet50, ..., or module:function.",
+    dry_run="Build everything, train two steps, write nothing.",
 )
 @with_settings
 def train(
@@ -51,15 +37,28 @@ def train(
     dry_run: _run(
         bool, "Build everything, train two steps and validate on synthetic data; write nothing.", "--dry-run"
     ) = False,
-    output: _run(Path | None, "The run directory [runs/<time>-<model>].", "--output", "-o", metavar="DIR") = None,
+    output: _run(Path | None, "The run directory [runs/<time>-<model>].", "--output -o DIR") = None,
     allow_code: AllowCode = False,
     resume: _run(bool, "Resume the run in --output from its last checkpoint.", "--resume") = False,
     overwrite: _run(bool, "Replace the run in --output.", "--overwrite") = False,
-    track: _run(str | None, "Also send settings, metrics and the report to mlflow or wandb.", metavar="TRACKER") = None,
-    project: _run(str, "The tracker's experiment or project.", metavar="NAME") = "tfgpu",
+    track: _run(str | None, "Also send settings, metrics and the report to mlflow or wandb.", "TRACKER") = None,
+    project: _run(str, "The tracker's experiment or project.", "NAME") = "tfgpu",
     debug: Debug = False,
     **flags: Any,
 ) -> None:
+    """Train a model by a recipe: run directory, metrics, report.
+
+    Train a model, and write a run directory with the model, its metrics and a report.
+
+    tfgpu train
+    tfgpu train cifar10 --epochs 100
+    tfgpu train imagenet --dry-run
+    tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30
+    tfgpu train --strategy mirrored --virtual-devices 4 --batch 64
+    tfgpu train runs/best/config.yaml --output again --seed 1
+    tfgpu train --resume --output runs/best
+    tfgpu train --track mlflow --project digits
+    """
     if listing:
         _list()
         return
@@ -110,10 +109,7 @@ def _recipe(
 
 def _trained(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
     try:
-        with Console().status("starting TensorFlow"):  # On a terminal only.
-            start_tensorflow(debug=debug)
-            runner = imported("tfgpu.recipes.runner")
-        return runner.run(recipe, **how)
+        return started("tfgpu.recipes.runner", debug=debug, says=True).run(recipe, **how)
     except Preempted as leaving:  # Already reported; Typer would swallow the exit code.
         raise typer.Exit(leaving.code) from None
 
@@ -125,18 +121,14 @@ def _check_alone(**flags: Any) -> None:
 
 
 def _dry_run(recipe: recipes.Recipe, *, debug: bool) -> None:
-    with Console(stderr=True).status("starting TensorFlow"):
-        start_tensorflow(debug=debug)
-        dry = imported("tfgpu.recipes.dry")
+    dry = started("tfgpu.recipes.dry", debug=debug, says=True)
     with Console(stderr=True).status("dry run"):
         lines = dry.run(recipe)
     print("\n".join(lines))
 
 
 def _list() -> None:
-    table = screen.table("", "", fold=True, show_header=False)
-    for name in ready.names():
-        table.add_row(f"[bold]{name}[/]", ready.describe(name))
+    rows = [(f"[bold]{name}[/]", ready.describe(name)) for name in ready.names()]
     console = Console(highlight=False)
-    console.print(table)
+    console.print(screen.table(("", ""), rows, fold=True, show_header=False))
     console.print("\nTrain one with: tfgpu train NAME. Try it without its data: tfgpu train NAME --dry-run")

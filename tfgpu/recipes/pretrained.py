@@ -16,49 +16,37 @@ _OTHERS = (
 """Settings of recipes whose model is built from scratch."""
 
 
-def setting(default: Any, panel: str, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
+def setting(default: Any, panel: str, *, flag: str | None = None, **bounds: Any) -> Any:
     """A field of the schema, with its panel in `--help`, and its flag if that differs from its name."""
-    extra = {"panel": panel} | ({"flag": flag} if flag else {})
-    return Field(default, description=description, json_schema_extra=extra, **bounds)
+    return Field(default, json_schema_extra={"panel": panel} | ({"flag": flag} if flag else {}), **bounds)
 
 
-class Pretrained(BaseModel):
+class Pretrained(BaseModel, use_attribute_docstrings=True):
     """The settings; `Recipe` has all others."""
 
-    preset: str | None = setting(
-        None,
-        "Pretrained",
-        "A folder with a pretrained language model: a KerasHub preset, or a Hugging Face model that KerasHub converts.",
-        min_length=1,
-    )
-    lora: int | None = setting(
-        None, "Pretrained", "Freeze the model and train LoRA matrices of this rank. Default: train all weights.", ge=1
-    )
+    preset: str | None = setting(None, "Pretrained", min_length=1)
+    """A folder with a pretrained language model: a KerasHub preset, or a Hugging Face model that KerasHub
+    converts."""
+    lora: int | None = setting(None, "Pretrained", ge=1)
+    """Freeze the model and train LoRA matrices of this rank. Default: train all weights."""
     layout: Literal["auto", "one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor"] = setting(
-        "auto", "Pretrained", "Layout of the model on the devices; `auto`: mirrored, or `one` on a single device."
+        "auto", "Pretrained"
     )
-    microbatches: int | None = setting(
-        None, "Pretrained", "Micro-batches of a batch in a pipeline. Default: 4 per stage.", ge=1
-    )
-    packing: bool = setting(
-        True, "Pretrained", "Pack several sequences into one row if the model can keep them apart; else pad each."
-    )
-    loss_chunk: int | None = setting(
-        None,
-        "Pretrained",
-        "Tokens whose logits are computed at a time. Default: all; if all logits of a device take over 192 MiB, as "
-        "many as take 64 MiB.",
-        ge=1,
-    )
-    template: str = setting(
-        "auto",
-        "Pretrained",
-        "The chat template: plain, chatml, gemma, llama3 or a file of Jinja; `auto`: the preset's own, else one whose "
-        "tokens are in the vocabulary, else plain.",
-        min_length=1,
-    )
-    samples: int = setting(3, "Pretrained", "Number of test prompts to complete in the report.", ge=0)
-    sample_tokens: int = setting(32, "Pretrained", "Maximum number of tokens in each completion.", ge=1)
+    """Layout of the model on the devices; `auto`: mirrored, or `one` on a single device."""
+    microbatches: int | None = setting(None, "Pretrained", ge=1)
+    """Micro-batches of a batch in a pipeline. Default: 4 per stage."""
+    packing: bool = setting(True, "Pretrained")
+    """Pack several sequences into one row if the model can keep them apart; else pad each."""
+    loss_chunk: int | None = setting(None, "Pretrained", ge=1)
+    """Tokens whose logits are computed at a time. Default: all; if all logits of a device take over 192 MiB, as
+    many as take 64 MiB."""
+    template: str = setting("auto", "Pretrained", min_length=1)
+    """The chat template: plain, chatml, gemma, llama3 or a file of Jinja; `auto`: the preset's own, else one whose
+    tokens are in the vocabulary, else plain."""
+    samples: int = setting(3, "Pretrained", ge=0)
+    """Number of test prompts to complete in the report."""
+    sample_tokens: int = setting(32, "Pretrained", ge=1)
+    """Maximum number of tokens in each completion."""
 
 
 def foreign(what: Any) -> tuple[str, ...]:

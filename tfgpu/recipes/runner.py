@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from rich.console import Console
 
@@ -24,12 +25,12 @@ from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.cluster import Cluster
 from tfgpu.core import replication
 from tfgpu.core.state import broadcast
+from tfgpu.data import Data
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import building, compiling, directory, endings, facts, finetune, monitored, recipe
-from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.heads import metric_names
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.recipes.report import render
+from tfgpu.recipes.report import MOST_CLASSES, render
 from tfgpu.recipes.watch import (
     Terminated,
     TrainingError,
@@ -43,6 +44,7 @@ from tfgpu.recipes.watch import (
 from tfgpu.serving.stock import save_stock_model
 
 _log = logging.getLogger(__name__)
+MOST_PREDICTED = 100_000  # test examples; larger splits get no matrix
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,7 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
         "final_weights": endings.ends_with(job.ending_callbacks),
     }
     can_predict = job.data.test is not None and not job.cluster.is_multi_worker
-    matrix = confusion(job.model, job.data) if can_predict else None
+    matrix = _confusion(job.model, job.data) if can_predict else None
     samples = job.finetuned.samples(job.model, job.recipe) if job.finetuned else ()
     _save(job, path)
     if path:
@@ -334,3 +336,24 @@ def _save(job: building.Job, path: Path | None) -> None:
         job.finetuned.save(path / directory.PRESET if path else None)
     elif path:
         save_stock_model(job.model, path / directory.MODEL)
+
+
+def _confusion(model: Any, data: Data) -> list[list[int]] | None:
+    """Counts the test examples by true and predicted class.
+
+    Args:
+        model: trained.
+        data: the run's data.
+
+    Returns:
+        None for too many examples or classes, or if the model does not learn one class per example.
+    """
+    info, classes = data.info, data.info.classes
+    if classes > MOST_CLASSES or info.test_examples > MOST_PREDICTED or info.labels not in ("class", "one_hot"):
+        return None
+    labels = np.concatenate([np.asarray(y) for _, y, *_ in data.test])
+    labels = labels.argmax(-1) if info.labels == "one_hot" else labels.astype(int).ravel()
+    guesses = np.argmax(model.predict(data.test, verbose=0), axis=-1).ravel()
+    counts = np.zeros((classes, classes), int)
+    np.add.at(counts, (labels, guesses), 1)
+    return counts.tolist()

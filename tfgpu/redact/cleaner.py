@@ -40,12 +40,7 @@ class Cleaner:
     """
 
     def __init__(
-        self,
-        environ: Mapping[str, str],
-        *,
-        user: str | None = None,
-        home: str | None = None,
-        host: str | None = None,
+        self, environ: Mapping[str, str], *, user: str | None = None, home: str | None = None, host: str | None = None
     ):
         self.removed: Counter[str] = Counter()
         secret = [value for name, value in environ.items() if is_secret(name) and not _is_folder(name, value)]

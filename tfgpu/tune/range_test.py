@@ -20,6 +20,8 @@ from tfgpu.compat import slots
 from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.optim import parameter_groups
+from tfgpu.recipes import building, runner
+from tfgpu.recipes.recipe import Recipe
 from tfgpu.training.incremental import names
 from tfgpu.training.incremental.continuing import From
 from tfgpu.tune.scaling import rate_text
@@ -147,6 +149,22 @@ def learning_rate(
             f"can be iterated again, or steps={len(sweep.losses)}."
         )
     return judged(sweep.rates, sweep.losses, complete=len(sweep.losses) >= steps)
+
+
+def of_recipe(what: Recipe, *, lowest: float = 1e-6, highest: float = 1.0, steps: int = 200) -> RangeTest:
+    """Builds a recipe's model and data, and runs the range test.
+
+    Args:
+        what: the recipe.
+        lowest, highest, steps: see `learning_rate`.
+
+    Raises:
+        InputError: the recipe or an argument is invalid, or the process belongs to a cluster.
+    """
+    cluster = runner.check_alone(what, "The range test runs")
+    with building.prepare(what):
+        job = building.build(what, cluster)
+        return learning_rate(job.model, job.data, lowest=lowest, highest=highest, steps=steps)
 
 
 def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeTest:
