@@ -170,7 +170,7 @@ def test_a_setting_that_changes_between_trainings_is_noticed(own, is_eager, comp
 
 
 class SwitchesOn(keras.callbacks.Callback):
-    """Switches on in the second of three epochs."""
+    """Switches on in the second of two epochs."""
 
     def __init__(self, hook, *things):
         super().__init__()
@@ -197,9 +197,9 @@ def trained_at_once(strategy, own, hook):
         switch((thing, model), False)
         loss = thing if isinstance(thing, keras.losses.Loss) or own is function_of_global else "mse"
         metrics = [thing] if isinstance(thing, keras.metrics.Metric) else None
-        model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics, run_eagerly=True)
+        model.compile(keras.optimizers.SGD(0.01), loss, metrics=metrics, run_eagerly=True)
     turns = SwitchesOn(hook, thing)
-    logs = model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[turns]).history
+    logs = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[turns]).history
     return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel([*logs.values()])])
 
 

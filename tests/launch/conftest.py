@@ -92,6 +92,13 @@ class Launch:
             time.sleep(0.02)
         return found
 
+    def wait_for_processes(self, count: int, seconds: float = 120) -> None:
+        """Waits until so many processes of the script run: one that has just begun does not name the folder yet."""
+        end = time.monotonic() + seconds
+        while len(left := self.left()) < count:
+            assert time.monotonic() < end, left
+            time.sleep(0.02)
+
     def finish(self, seconds: float = 550) -> tuple[int, str, str]:
         """Waits for the launcher's end: its exit code, stdout and stderr."""
         out, err = self.process.communicate(timeout=seconds)

@@ -122,7 +122,7 @@ def test_leftover_processes_of_the_script_are_killed_and_reported(launch):
 def test_no_orphan_when_the_launcher_is_killed(launch):
     launch.start(launch.FAMILY + "up()\ntime.sleep(3600)\n")
     launch.wait_for(2)
-    assert len(launch.left()) >= 8
+    launch.wait_for_processes(8)
     launch.process.kill()
     launch.gone_after()
 

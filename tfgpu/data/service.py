@@ -108,7 +108,7 @@ class Epoch:
         def one(step):
             return self.batch(step).map(lambda *batch: (step, batch))
 
-        return tf.data.Dataset.range(self.spec.steps).interleave(
+        return tf.data.Dataset.range(self.steps).interleave(
             one, cycle_length=2, num_parallel_calls=self.feed.calls, deterministic=False
         )
 
@@ -187,12 +187,8 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
     finally:
         stop.set()
         if here:
-            _log.info(
-                "%d of %d batches did not arrive from %s in time; this process made them.",
-                here,
-                epoch.spec.steps,
-                service,
-            )
+            told = "%d of %d batches did not arrive from %s in time; this process made them."
+            _log.info(told, here, steps, service)
 
 
 def _fetch(epoch: Epoch, service: str, arrived: queue.Queue, stop: threading.Event) -> None:
