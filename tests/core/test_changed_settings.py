@@ -112,8 +112,8 @@ def switch(things, is_on):
                 owner.on = is_on
 
 
-def trained(strategy, own, *, is_eager, compiles_again):
-    """Weights and logs after a training with the switch off, and another one with it on."""
+def made(strategy, own, rate, *, is_eager):
+    """A model with `own`, a function that compiles it, and what has the switch."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         thing = own() if isinstance(own, type) and not issubclass(own, keras.Model) else own
@@ -123,14 +123,28 @@ def trained(strategy, own, *, is_eager, compiles_again):
         model = make(inputs, keras.layers.Dense(2)(hidden))
     loss = thing if isinstance(thing, keras.losses.Loss) or own is function_of_global else "mse"
     metrics = [thing] if isinstance(thing, keras.metrics.Metric) else None
+
+    def compiled():
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(rate), loss, metrics=metrics, run_eagerly=is_eager)
+
+    return model, compiled, (thing, model)
+
+
+def numbers(model, logs):
+    return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(logs)])
+
+
+def trained(strategy, own, *, is_eager, compiles_again):
+    """Weights and logs after a training with the switch off, and another one with it on."""
+    model, compiled, things = made(strategy, own, 0.1, is_eager=is_eager)
     logs = []
     for is_on in (False, True):
-        switch((thing, model), is_on)
+        switch(things, is_on)
         if compiles_again or not is_on:
-            with strategy.scope():
-                model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics, run_eagerly=is_eager)
+            compiled()
         logs += model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history.values()
-    return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel(logs)])
+    return numbers(model, logs)
 
 
 OWN = [
@@ -182,25 +196,17 @@ class SwitchesOn(keras.callbacks.Callback):
 
     def act(self, at):
         if at == 0:
-            switch((*self.things, self.model), True)
+            switch(self.things, True)
 
 
 def trained_at_once(strategy, own, hook):
     """Weights and logs of one training in eager steps, in which a callback turns the switch."""
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        thing = own() if isinstance(own, type) and not issubclass(own, keras.Model) else own
-        inputs = keras.Input((5,))
-        hidden = thing(inputs) if isinstance(thing, keras.layers.Layer) else inputs
-        make = own if isinstance(own, type) and issubclass(own, keras.Model) else keras.Model
-        model = make(inputs, keras.layers.Dense(2)(hidden))
-        switch((thing, model), False)
-        loss = thing if isinstance(thing, keras.losses.Loss) or own is function_of_global else "mse"
-        metrics = [thing] if isinstance(thing, keras.metrics.Metric) else None
-        model.compile(keras.optimizers.SGD(0.01), loss, metrics=metrics, run_eagerly=True)
-    turns = SwitchesOn(hook, thing)
+    model, compiled, things = made(strategy, own, 0.01, is_eager=True)
+    switch(things, False)
+    compiled()
+    turns = SwitchesOn(hook, *things)
     logs = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[turns]).history
-    return np.concatenate([*[each.ravel() for each in model.get_weights()], np.ravel([*logs.values()])])
+    return numbers(model, [*logs.values()])
 
 
 @pytest.mark.parametrize(

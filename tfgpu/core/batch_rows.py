@@ -133,15 +133,18 @@ def tell_apart(what: str, becomes: str) -> None:
     context, replica = step_context.current(), replica_context()
     if context.given_rows is None or context.is_trying or replica is None or replica.num_replicas_in_sync == 1:
         return
-    told = vars(slots.of(replica.strategy)).setdefault("told_apart", set())
-    if what not in told:
-        told.add(what)
-        _log.warning(
-            "In a function of `strategy.run`, %s is in a condition, a loop or a tf.function, where replicas cannot "
-            "communicate: %s. Move it to the function that `strategy.run` runs.",
-            what,
-            becomes,
-        )
+    warn_once(
+        f"In a function of `strategy.run`, {what} is in a condition, a loop or a tf.function, where replicas cannot "
+        f"communicate: {becomes}. Move it to the function that `strategy.run` runs.",
+    )
+
+
+def warn_once(message: str) -> None:
+    """Warns on a replica, once for each strategy."""
+    told = vars(slots.of(replica_context().strategy)).setdefault("told", set())
+    if message not in told:
+        told.add(message)
+        _log.warning(message)
 
 
 def _is_within(graph: tf.Graph | None) -> bool:

@@ -13,7 +13,7 @@ from keras import ops
 from tfgpu.compat import targets, training
 from tfgpu.compat.keras import set_mask
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, step_context
 from tfgpu.core.row_mixing import gathering, row_sums, verdicts
 
 NAMES = ("dice", "tversky", "circle")
@@ -40,7 +40,7 @@ def mix_rows_of_all_replicas() -> None:
         if not gathering.may_meet():
             return stock(y_true)
         if not gathering.can_meet():
-            gathering.tell_apart(
+            batch_rows.warn_once(
                 "A hinge loss or metric is called in a condition, a loop or a tf.function, where replicas cannot "
                 "communicate: each replica reads from its own labels whether they are 0 and 1. Call it outside, or "
                 "give it labels of -1 and 1."

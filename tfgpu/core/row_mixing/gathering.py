@@ -1,7 +1,6 @@
 """Arguments with the rows of all replicas, results cut back to a replica's own, and state that counts once."""
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -9,14 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import keras as private
-from tfgpu.compat import slots
 from tfgpu.core import batch_rows, collectives, logits, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.row_mixing.trials.drawn_inputs import rows_each
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
-
-_log = logging.getLogger(__name__)
 
 
 def may_meet() -> bool:
@@ -53,14 +49,6 @@ def check_can_meet(named: str) -> None:
             "replicas cannot communicate. Call it outside, or mark its class with `tfgpu.by_rows` if it may see one "
             "replica's rows."
         )
-
-
-def tell_apart(message: str) -> None:
-    """Warns, once for each strategy, of what a replica computes from its own rows where replicas cannot communicate."""
-    told = vars(slots.of(replication.replica_context().strategy)).setdefault("told_apart", set())
-    if message not in told:
-        told.add(message)
-        _log.warning(message)
 
 
 def with_rows(arguments: object) -> list[tf.Tensor]:

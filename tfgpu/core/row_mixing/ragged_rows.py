@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, step_context, travel
+from tfgpu.core import batch_rows, collectives, step_context, travel
 from tfgpu.core.row_mixing import gathering
 
 
@@ -70,7 +70,7 @@ def _over_replicas(own: tf.Tensor) -> tf.Tensor:
 
 
 def _tell_apart() -> None:
-    gathering.tell_apart(
+    batch_rows.warn_once(
         "Rows are padded in a condition, a loop or a tf.function, where replicas cannot communicate: each replica "
         "pads to its own longest row. Do that outside, or call `to_tensor` with a `shape` (`tf.sequence_mask` with "
         "`maxlen`)."
