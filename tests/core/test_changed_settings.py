@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
+from tfgpu.core.row_mixing.trials import run_trial
 
 X = np.random.default_rng(0).normal(size=(22, 5)).astype("float32")
 Y = X[:, :2] / 2
@@ -166,7 +167,7 @@ FAST = {
     (MetricOfAttribute, "compiled"),
     (StepOfAttribute, "eager"),
 }
-AT_ONCE = {(StepOfAttribute, "begin"), (LayerOfObject, "end")}
+AT_ONCE = {(StepOfAttribute, "begin"), (LayerOfObject, "end"), (StepOfAttribute, "batch"), (LossOfObject, "batch")}
 
 
 @pytest.mark.parametrize(
@@ -184,12 +185,14 @@ def test_a_setting_that_changes_between_trainings_is_noticed(own, is_eager, comp
 
 
 class SwitchesOn(keras.callbacks.Callback):
-    """Switches on in the second of two epochs."""
+    """Switches on in the second of two epochs, or within the first."""
 
     def __init__(self, hook, *things):
         super().__init__()
         self.things = things
-        if hook == "begin":
+        if hook == "batch":
+            self.on_train_batch_end = lambda batch, logs=None: self.act(batch)
+        elif hook == "begin":
             self.on_epoch_begin = lambda epoch, logs=None: self.act(epoch - 1)
         else:
             self.on_epoch_end = lambda epoch, logs=None: self.act(epoch)
@@ -214,13 +217,109 @@ def trained_at_once(strategy, own, hook):
     [
         pytest.param(own, hook, id=f"{own.__name__}-{hook}", marks=[pytest.mark.slow] * ((own, hook) not in AT_ONCE))
         for own in OWN
-        for hook in ("begin", "end")
+        for hook in ("begin", "end", "batch")
     ],
 )
-def test_a_setting_that_a_callback_changes_between_epochs_is_noticed(own, hook):
+def test_a_setting_that_a_callback_changes_is_noticed(own, hook):
     expected = trained_at_once(tfgpu.strategy("one_device"), own, hook)
     found = trained_at_once(tfgpu.strategy("mirrored", 2), own, hook)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Options:
+    on = False
+
+
+class Holder:
+    def __init__(self):
+        self.options = types.SimpleNamespace(on=False)
+        self.on = False
+
+    @property
+    def is_on(self):
+        return self.options.on
+
+    def of_method(self, x):
+        return step_of_run(x, self.on)
+
+    def of_property(self, x):
+        return step_of_run(x, self.is_on)
+
+
+HELD = Holder()
+MODULE = types.ModuleType("switches_of_tests")
+
+
+def step_of_run(x, is_on):
+    return ops.sum(mixed(x, is_on))
+
+
+def of_global(x):
+    return step_of_run(x, SWITCHES["global"])
+
+
+def of_class(x):
+    return step_of_run(x, Options.on)
+
+
+def of_module(x):
+    return step_of_run(x, MODULE.on)
+
+
+def of_weight(x):
+    return step_of_run(x, HELD.options.weight)
+
+
+def turn(is_on):
+    SWITCHES["global"] = Options.on = MODULE.on = HELD.on = HELD.options.on = is_on
+    HELD.options.weight = 0.5 if is_on else 0.0
+
+
+OF_RUN = [of_global, of_class, of_module, of_weight, HELD.of_method, HELD.of_property]
+
+
+@pytest.fixture
+def switched_off():
+    turn(False)
+    yield
+    turn(False)
+
+
+def rows_of(strategy, rows):
+    return next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(rows))))
+
+
+@pytest.mark.usefixtures("switched_off")
+@pytest.mark.parametrize("function", OF_RUN, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "traced"])
+def test_a_setting_of_a_function_of_run_that_changes_is_noticed(function, is_traced, caplog):
+    strategy = tfgpu.strategy("mirrored", 2)
+
+    def run(rows):
+        strategy.run(function, (rows,))
+
+    run = tf.function(run, reduce_retracing=False) if is_traced else run
+    run(rows_of(strategy, 8))
+    assert "mixes rows" not in caplog.text
+    turn(True)
+    run(rows_of(strategy, 6))  # traces again
+    assert caplog.text.count("mixes rows") == 1
+    run(rows_of(strategy, 4))
+    turn(False)
+    run(rows_of(strategy, 2))
+    assert caplog.text.count("mixes rows") == 1
+
+
+def test_a_number_that_counts_is_no_setting(monkeypatch):
+    held, tries = types.SimpleNamespace(step=0, rate=0.5), []
+    trial = run_trial._RunTrial
+    monkeypatch.setattr(run_trial, "_RunTrial", lambda *given: tries.append(held.step) or trial(*given))
+    strategy = tfgpu.strategy("mirrored", 2)
+    rows = rows_of(strategy, 8)
+    for step in range(12):
+        held.step, held.rate = step, 0.5 / (1 + step)
+        strategy.run(lambda x: x * held.rate + held.step, (rows,))
+    assert 1 <= len(tries) <= 6
 
 
 class Bank(keras.layers.Layer):

@@ -65,6 +65,11 @@ class PythonState:
             for place in python_state.Kept(things, layers).places(names):
                 self._start.setdefault(place.key, (place, place.value()))
 
+    @property
+    def names(self) -> set[str]:
+        """Those of all that was noted."""
+        return {name for *_, names in self._noted for name in names}
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Surrounds an eager step of all replicas, or a trace of one; each trace begins with what the first one saw."""

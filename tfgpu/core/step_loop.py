@@ -86,7 +86,7 @@ class StepRunner:
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.traffic)
         self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
         self._is_tried = not self._is_replicated or self.strategy.num_replicas_in_sync == 1 or local is not None
-        self._retries, self._code = model.run_eagerly and not self._is_tried, None  # a digest of eager steps
+        self._retries, self._code = model.run_eagerly and not self._is_tried, None  # a key of eager steps
 
     def __call__(self, batches: Any) -> dict:
         """Runs steps.
@@ -187,11 +187,10 @@ class StepRunner:
     def _try_step(self, data: object) -> None:
         """Finds out whether a step of the user's own must see the whole batch; `data` is one, or an iterator.
 
-        This is done once, and for eager steps in each run before which their code has changed.
+        This is done once, and for eager steps whenever their code or settings have changed.
         """
-        code = fingerprints.of_code(self._model) if self._retries else None
-        if not self._is_tried or code != self._code:
-            self._is_tried, self._code, run = True, code, self._run()
+        if not self._is_tried or self._code_now() != self._code:
+            self._is_tried, run = True, self._run()
             self.loops.sees_whole_batch = self._needs_whole_batch(
                 sharded_dataset.spec_of(data),
                 self.loops.batch_rows,
@@ -199,6 +198,10 @@ class StepRunner:
                 python=self.loops.python,
                 log_reader=self.log_reader,
             )
+            self._code = self._code_now()
+
+    def _code_now(self) -> tuple | None:
+        return fingerprints.of_code(self._model, self.loops.python.names) if self._retries else None
 
     def _loop_of(self, block: Block) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""

@@ -92,8 +92,9 @@ def _wrap_run() -> None:
         fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then has nothing left to convert
         choices, python = [], replica_attributes.PythonState()
         code = getattr(body, "__code__", None)
-        changes = slots.get(self, "changes_in_python", {}).get(code, ())
-        scalar_ways = slots.get(self, "scalar_ways", {}).get(code, {})
+        key = slots.get(self, "function_keys", {}).get(code)  # of its code and settings, as a trial has kept them
+        changes = slots.get(self, "changes_in_python", {}).get(key, ())
+        scalar_ways = slots.get(self, "scalar_ways", {}).get(key, {})
         python.note([body], changes)
         are_even = batch_sharding.are_even(self, given) and not replication.spans_processes(self)
 
@@ -103,7 +104,7 @@ def _wrap_run() -> None:
             rows = batch_rows.given(batch_sharding.num_rows(held), scalar_ways, are_even=are_even)
             if not tf.executing_eagerly():
                 args, kwargs = tf.nest.map_structure(batch_sharding.without_static_zero, (args, kwargs))
-            sizes = draw_sizes.known(draw_sizes.kept(self, code))
+            sizes = draw_sizes.known(draw_sizes.kept(self, key))
             with python.on_replica(), rows, sizes, trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 

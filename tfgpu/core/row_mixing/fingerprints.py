@@ -1,8 +1,6 @@
 """What tells two calls of layers apart, as far as what they compute depends on it: equal blocks are tried once."""
 
-import inspect
 import json
-import types
 from collections.abc import Collection
 
 import keras
@@ -12,6 +10,7 @@ from tfgpu.compat import attributes, slots
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.core import step_blocks, step_context
+from tfgpu.core.row_mixing import settings
 from tfgpu.core.row_mixing.trials.drawn_inputs import spec_of
 from tfgpu.core.trial_cache import code_digest
 
@@ -31,44 +30,34 @@ def of_arguments(args: tuple, kwargs: dict) -> tuple:
 
 
 def of_owner(owner: object, changing: Collection[str] = ()) -> tuple:
-    """A key of a loss's or metric's settings: its attributes, and the plain values that its code has by a name.
+    """A key of a loss's or metric's attributes, and of what its code uses.
 
     Args:
         owner: a loss or metric.
         changing: names that the code itself changes, and which are left out.
     """
-    found = [(name, value) for name, value in vars(owner).items() if not name.startswith("_tfgpu")]
-    own = [each for each in type(owner).__mro__ if each.__module__.split(".")[0] not in ("builtins", "keras")]
-    found += [item for each in own for item in vars(each).items() if isinstance(item[1], types.FunctionType)]
-    settings = tuple((name, _of_setting(value, changing)) for name, value in found if name not in changing)
-    return settings, None if changing else of_code(owner)
+    own = [item for item in vars(owner).items() if not item[0].startswith("_tfgpu") and item[0] not in changing]
+    used = settings.key(owner, _numbers(owner), changing) if changing else of_code(owner)
+    return tuple((name, _of_value(value)) for name, value in own), used
 
 
-def _of_setting(value: object, changing: Collection[str]) -> object:
-    function = inspect.unwrap(value) if callable(value) else None
-    if not isinstance(function, types.FunctionType):
-        return _of_value(value)
-    try:
-        names = inspect.getclosurevars(function)
-    except ValueError:  # a name that has no value yet
-        return id(function.__code__)
-    known = {**names.globals, **names.nonlocals}.items()
-    plain = ((name, value) for name, value in known if isinstance(value, _PLAIN) and name not in changing)
-    return id(function.__code__), tuple(plain)
+def of_code(owner: object, changing: Collection[str] = ()) -> tuple:
+    """A key of a layer, loss, metric or model, and of all that its code uses.
 
-
-def of_code(owner: object) -> str | None:
-    """A digest of a layer, loss, metric or model and of all that its code uses; None if it has none.
-
-    It is taken once in each epoch of a `fit` or `evaluate`, and for `strategy.run` in each trace.
+    Its settings, less the names in `changing`, count at once. A digest of all, which takes longer, is made once in each
+    epoch of a `fit` or `evaluate`, and for `strategy.run` in each trace.
     """
-    run = step_context.current().run
+    used, run = settings.key(owner, _numbers(owner), changing), step_context.current().run
     if run is None and tf.executing_eagerly():
-        return None
+        return used, None
     known = {} if run is None else _digests_of(run)
-    if id(owner) not in known:
-        known[id(owner)] = owner, code_digest.of_or_none(owner, skips_unknown=True)
-    return known[id(owner)][1]
+    if (id(owner), used) not in known:
+        known[id(owner), used] = owner, code_digest.of_or_none(owner, skips_unknown=True)
+    return used, known[id(owner), used][1]
+
+
+def _numbers(owner: object) -> dict[str, list]:
+    return vars(slots.of(owner)).setdefault("numbers", {})
 
 
 def _digests_of(run: step_blocks.Run) -> dict:
@@ -84,9 +73,10 @@ def of_layer(layer: keras.layers.Layer) -> tuple:
     """A key of a layer's class, settings, variables and inner layers; not of its weights' values and its name."""
     within = private_layers.layers_within(layer, include_self=False, recursive=False)
     own = tuple((tuple(v.shape), str(v.dtype), v.trainable, v.aggregation) for v in private_layers.own_variables(layer))
-    settings = _settings(layer) if type(layer).__module__.split(".")[0] == "keras" else _attributes(layer)
+    is_of_keras = type(layer).__module__.split(".")[0] == "keras"
+    options = _settings(layer) if is_of_keras else _attributes(layer)
     policy = layer.dtype_policy.name, layer.trainable
-    return type(layer).__qualname__, id(type(layer)), policy, settings, own, tuple(map(of_layer, within))
+    return type(layer).__qualname__, id(type(layer)), policy, options, own, tuple(map(of_layer, within))
 
 
 def _settings(layer: keras.layers.Layer) -> object:

@@ -19,7 +19,7 @@ from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import batch_sharding, extensions, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.randomness import draw_sizes
-from tfgpu.core.row_mixing import choices, row_sums, scalar_updates, verdicts
+from tfgpu.core.row_mixing import choices, row_sums, scalar_updates, settings, verdicts
 from tfgpu.core.row_mixing.trials import captures, comparison, draws
 from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry, drawn_batches
 from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, Trial, Tried
@@ -49,10 +49,12 @@ def _observe(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs
         return
     known = vars(slots.of(strategy))
     tried, even = known.setdefault("tried_functions", set()), known.setdefault("even_functions", {})
-    if _code(fn) not in tried:
-        _judge(strategy, fn, args, kwargs)
-    if _code(fn) in even and not batch_sharding.are_even(strategy, (args, kwargs)):
-        _judge_uneven(strategy, fn, args, kwargs, even.pop(_code(fn)))
+    key = _key(strategy, fn)
+    if key not in tried:
+        key = _judge(strategy, fn, args, kwargs)
+    known.setdefault("function_keys", {})[_code(fn)] = key
+    if key in even and not batch_sharding.are_even(strategy, (args, kwargs)):
+        _judge_uneven(strategy, fn, args, kwargs, even.pop(key), key)
 
 
 def _is_tried(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> bool:
@@ -72,14 +74,27 @@ def _code(fn: Callable) -> object:
     return getattr(private.body_of(fn), "__code__", None)
 
 
-def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> None:
+def _key(strategy: tf.distribute.Strategy, fn: Callable) -> tuple:
+    """What tells two functions apart: their code, and the settings that it uses but does not change itself."""
+    numbers, changing = _kept(strategy, "numbers", fn, {}), _kept(strategy, "changing", fn, set())
+    return _code(fn), settings.key(private.body_of(fn), numbers, changing)
+
+
+def _kept(strategy: tf.distribute.Strategy, name: str, fn: Callable, value: object) -> object:
+    return vars(slots.of(strategy)).setdefault(name, {}).setdefault(_code(fn), value)
+
+
+def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> tuple:
     """Tries a function, keeps what was found, and says so where it would be something else on replicas.
+
+    Returns:
+        The function's key, in which what it changes itself has no part.
 
     Raises:
         InputError: `unproven="refuse"`, and it would, or could not be tried; or it is marked with `on_all_rows`.
     """
     name, tried = f"`{getattr(fn, '__name__', type(fn).__name__)}`", slots.of(strategy).tried_functions
-    choice, why, differs = choices.of(fn), "", None
+    key, choice, why, differs = _key(strategy, fn), choices.of(fn), "", None
     if choice == choices.ON_ALL_ROWS:
         raise InputError(
             f"`tfgpu.on_all_rows` does not apply to {name}, which `strategy.run` runs on each replica's rows. Use "
@@ -89,33 +104,38 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
         if choice is None:
             tried_now = _RunTrial(strategy, fn, (args, kwargs)).found()
             differs = tried_now.differs
-            kept = {} if tried_now.makes else {_code(fn): tried_now.changes}
+            _kept(strategy, "changing", fn, set()).update(tried_now.changes)
+            key = _key(strategy, fn)
+            kept = {} if tried_now.makes else {key: tried_now.changes}
             slots.of(strategy).changes_in_python = slots.get(strategy, "changes_in_python", {}) | kept
             known = slots.get(strategy, "scalar_ways", {})
-            slots.of(strategy).scalar_ways = known | {_code(fn): tried_now.scalar_ways}
-            draw_sizes.keep(strategy, _code(fn), tried_now.sizes)
+            slots.of(strategy).scalar_ways = known | {key: tried_now.scalar_ways}
+            draw_sizes.keep(strategy, key, tried_now.sizes)
             is_eager = tf.executing_eagerly()
             replica_attributes.tell(name, tried_now, strategy, tried_now.shared, is_eager=is_eager)
             if not differs:
-                slots.of(strategy).even_functions[_code(fn)] = name
+                slots.of(strategy).even_functions[key] = name
             if tried_now.has_shares and not differs:
                 _tell_division(name, captures.names_of(fn, strategy.num_replicas_in_sync))
     except (CannotTry, row_sums.Meets) as error:
         why = str(error)
         _note(strategy, name, verdicts.BY_ROWS, why, verdicts.UNPROVEN)
         _tell_untried(strategy, name, why)
-        tried.add(_code(fn))
-        return
-    tried.add(_code(fn))
+        tried.add(key)
+        return key
+    tried.add(key)
     source = verdicts.TRIED if choice is None else verdicts.MARKED
     if not differs:
         _note(strategy, name, verdicts.BY_ROWS, why, source)
-        return
+        return key
     _note(strategy, name, verdicts.NOT_AS_ONE, f"{differs} would differ", source)
     _tell(strategy, name, differs)
+    return key
 
 
-def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict, name: str) -> None:
+def _judge_uneven(
+    strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict, name: str, key: tuple
+) -> None:
     """Tries a function in uneven parts that gives in even ones what one device gives, and says so if it does not.
 
     Raises:
@@ -125,7 +145,7 @@ def _judge_uneven(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, k
         found = _RunTrial(strategy, fn, (args, kwargs), _UNEVEN).found()
     except (CannotTry, row_sums.Meets):
         return
-    known = slots.of(strategy).scalar_ways.get(_code(fn), {})
+    known = slots.of(strategy).scalar_ways.get(key, {})
     shown = {name: way for name, way in found.scalar_ways.items() if way != scalar_updates.UNKNOWN}
     known.update({name: way for name, way in shown.items() if known.get(name) == scalar_updates.UNKNOWN})
     other = (f"the metric {name!r}" for name, way in shown.items() if way != known.get(name))
