@@ -38,9 +38,8 @@ def key(thing: object, numbers: dict[str, list], changing: Collection[str] = ())
     Example:
         >>> import types
         >>> options, had = types.SimpleNamespace(on=False), {}
-        >>> function = lambda x: x if options.on else -x
-        >>> first, options.on = key(function, had), True
-        >>> first == key(function, had)
+        >>> first, options.on = key(options, had), True
+        >>> first == key(options, had)
         False
     """
     found, left, seen = [], [("", thing)], set()
