@@ -107,10 +107,7 @@ def is_close(one: np.ndarray, other: np.ndarray, by: float, *besides: np.ndarray
     if one.dtype.kind not in "fc":
         return bool(np.all(one == other))
     one, other = one.astype("float64"), np.asarray(other, "float64")
-    size = max((np.abs(each[np.isfinite(each)]).max(initial=0.0) for each in (one, other, *besides)), default=0.0)
-    with np.errstate(invalid="ignore"):
-        is_near = np.abs(one - other) <= by * size + 1e-9
-    return bool(np.all(is_near | (one == other) | (np.isnan(one) & np.isnan(other))))
+    return _are_near(one, other, by * _size(one, other, *besides) + 1e-9)
 
 
 def are_close(values: list, others: list, again: list, close: float) -> bool:
@@ -129,22 +126,25 @@ def are_close(values: list, others: list, again: list, close: float) -> bool:
         with np.errstate(invalid="ignore"):
             noise = _size(values[at] - again[at]) if values[at].dtype.kind == "f" else 0.0
         by = _CLOSE_FOR_BIASES if has_kernels and values[at].ndim < 2 else close
-        if not np.all(_are_near(values[at], others[at], max(max(by, close) * size, _TIMES_NOISE * noise))):
+        if not _are_near(values[at], others[at], max(max(by, close) * size, _TIMES_NOISE * noise)):
             return False
     return True
 
 
-def _are_near(one: np.ndarray, other: np.ndarray, bound: float) -> np.ndarray:
-    """Which numbers are equal, no numbers in both, or no further apart."""
+def _are_near(one: np.ndarray, other: np.ndarray, bound: float) -> bool:
+    """Whether all numbers are equal, no numbers in both, or no further apart."""
     if one.dtype.kind not in "fiuc":
-        return one == other
+        return bool(np.all(one == other))
     with np.errstate(invalid="ignore"):
-        return (one == other) | (np.isnan(one) & np.isnan(other)) | (np.abs(one - other) <= bound)
+        apart = np.abs(one - other)
+        if apart.max(initial=0.0) <= bound:  # not where one is no number
+            return True
+        return bool(np.all((one == other) | (np.isnan(one) & np.isnan(other)) | (apart <= bound)))
 
 
 def is_finite(value: np.ndarray) -> bool:
     """Whether all numbers are finite."""
-    return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+    return value.dtype.kind not in "fc" or bool(np.isfinite(_extent(value)) or np.isfinite(value).all())
 
 
 def not_linear(none: Recorder, once: Recorder, run: Recorder, times: float, close: float) -> str | None:
@@ -174,7 +174,7 @@ def are_numbers(found: Recorder) -> bool:
     """Whether the gradients, logs and outputs of a run are finite, and no variable has become NaN, which hides all."""
     gradients = [each for update in found.updates for each in update if each is not None]
     hides = any(_has_nan(each.after) and not _has_nan(each.before) for each in found.assigned.values())
-    return not hides and all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])
+    return not hides and all(map(is_finite, [*gradients, *found.logs, *found.outputs]))
 
 
 def _has_nan(value: np.ndarray) -> bool:
@@ -249,8 +249,19 @@ def _is_text(value: object) -> bool:
 
 def _size(*values: np.ndarray) -> float:
     """The largest of all finite numbers."""
-    finite = (each[np.isfinite(each)] for each in values if each.dtype.kind in "fiuc")
-    return max((float(np.abs(each).max(initial=0.0)) for each in finite), default=0.0)
+    return max((_size_of(each) for each in values if each.dtype.kind in "fiuc"), default=0.0)
+
+
+def _size_of(value: np.ndarray) -> float:
+    found = _extent(value)
+    return found if np.isfinite(found) else float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
+
+
+def _extent(value: np.ndarray) -> float:
+    """The largest absolute value, without a copy of a large array; no finite number where one of them is none."""
+    if value.dtype.kind != "f" or not value.size:
+        return float(np.abs(value).max(initial=0.0))
+    return float(max(value.max(), -value.min()))
 
 
 def _numbers(value: np.ndarray | None) -> np.ndarray | None:

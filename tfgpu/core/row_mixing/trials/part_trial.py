@@ -98,6 +98,7 @@ class Trial:
         self._changes, self._generators, self._counts, self._own_reads = [], [], [], set()
         self._makes = self._uses_results = self._normalizes = self._has_again = False
         self._has_told = self._one_is_enough = False
+        self._first: Recorder | None = None  # what the code did last on the rows of the first part
         self._close = comparison.CLOSE
         self._asks_for_sizes = False  # of gradients, once
         self._calls = 1  # of the code, one after another in each run
@@ -197,6 +198,7 @@ class Trial:
         if whole.derives_tensors and self._normalizes:
             return "gradients of inputs through BatchNormalization"
         found = [self._recorded(batch, *part) for part in parts]
+        self._first = found[0]
         # Another run shows what rounding does, and whether it draws: the first time, and where that may matter.
         if self._has_again and self._what_differs(whole, found, whole, close=self._close, keeps=False) is None:
             return self._what_differs(whole, found, whole, close=self._close) or ""
@@ -206,17 +208,24 @@ class Trial:
         self._has_again = True
         return self._what_differs(whole, found, again, close=self._close) or ""
 
-    def _and_in_size(self, found: str | None, batch) -> str | None:
-        """What differs, also with larger and smaller gradients, for which a clip may wait; that is asked once."""
+    def _and_in_size(self, found: str | None, batch, once: Recorder | None = None) -> str | None:
+        """What differs, also with larger and smaller gradients, for which a clip may wait; that is asked once.
+
+        Args:
+            found: what differs with gradients as they are.
+            batch: the rows.
+            once: what the code does on the rows of the first part; by default all rows are taken.
+        """
         if found != "" or not self._asks_for_sizes:
             return found
-        self._asks_for_sizes, total = False, self._parts()[-1][1]
+        self._asks_for_sizes, rows = False, (0, self._parts()[-1][1]) if once is None else self._parts()[0]
         is_narrow = self._close > comparison.CLOSE
         sizes = (0.0, 1.0, *(_SIZES[:1] if is_narrow else _SIZES))  # float16 has no smaller numbers
         scales = [functools.partial(tf.math.scalar_mul, each) for each in sizes]
-        none, once = (self._recorded(batch, 0, total, scale=scale) for scale in scales[:2])
+        none = self._recorded(batch, *rows, scale=scales[0])
+        once = self._recorded(batch, *rows, scale=scales[1]) if once is None else once
         for times, scale in zip(sizes[2:], scales[2:], strict=True):
-            run = self._recorded(batch, 0, total, scale=scale)
+            run = self._recorded(batch, *rows, scale=scale)
             differs = comparison.not_linear(none, once, run, times, self._close)
             if differs is not None and not (is_narrow and not all(map(comparison.are_numbers, (none, once, run)))):
                 differs = self._of_size(differs, batch, scale)

@@ -194,8 +194,13 @@ def _total(gradients: list) -> object:
 
 
 def _weighed(gradients: list, weight: float) -> list[np.ndarray | None]:
-    dense = [None if each is None else np.asarray(tf.convert_to_tensor(each), "float64") for each in gradients]
-    return [None if each is None else weight * each for each in dense]
+    return [None if each is None else weight * _array(each) for each in gradients]
+
+
+def _array(gradient: object) -> np.ndarray:
+    """In its own precision, but at least float32: a large model's gradients are many bytes."""
+    dense = tf.convert_to_tensor(gradient)
+    return np.asarray(tf.cast(dense, tf.float32) if dense.dtype.is_floating and dense.dtype.size < 4 else dense)
 
 
 def _together(leaves: tuple, weights: list[float]) -> object:

@@ -301,13 +301,13 @@ class _StepTrial(Trial):
 
     def _difference(self, batch) -> str | None:
         with nested_graphs.noting_conditions() as met:
-            found = super()._difference(batch)
+            found, once = super()._difference(batch), self._first
         others = [*({place} for place in met), nested_graphs.Everywhere()] if met else []
         for places in others:  # each condition alone, then all together
             if found == "":
                 with nested_graphs.taking_other_branches(places):
                     found = super()._difference(batch) or ""
-        found = self._and_in_size(found, batch)
+        found = self._and_in_size(found, batch, once)
         for scale in (None, self._stand_ins.larger_first) if self._stand_ins is not None else ():
             if found == "":
                 found = self._of_pieces(batch, scale)
