@@ -50,7 +50,7 @@ In a step of a small CNN, as TensorFlow's profiler sees them; "by hand" is a loo
 def _seeds(checks: dict) -> str:
     seeds = checks["seeds"]
     rows = [(name, "yes" if same else f"{seeds['difference'][name]:.0e}") for name, same in seeds["equal bits"].items()]
-    return f"""## A seed's numbers beside the CPU's
+    return f"""## Random numbers from one seed, GPU and CPU
 
 {_table(("draw", "equal bits, or the difference"), rows)}
 """
@@ -59,8 +59,8 @@ def _seeds(checks: dict) -> str:
 def _attention(checks: dict) -> str:
     return f"""## Attention
 
-One causal layer of width 512 with 8 heads and padding, forward and backward, float32 without TF32: peak MiB above what
-was allocated before the step, and the median of 15 steps in milliseconds.
+One causal layer of width 512 with 8 heads and padding, forward and backward, float32 without TF32; "blocks" is flash
+attention. Peak MiB above what was allocated before the step, and the median of 15 steps in milliseconds.
 
 {_peaks(checks["attention"], "length", ("plain", "blocks"))}
 """
@@ -79,7 +79,8 @@ def _vocabulary(checks: dict) -> str:
         [
             """## Cross-entropy over a large vocabulary
 
-4096 tokens, width 512, a tied embedding, without TF32: the logits whole, or by chunks of so many MiB.
+4096 tokens, width 512, a tied embedding, without TF32. "whole" computes all logits at once, the others chunks of
+that size.
 """,
             *parts,
         ]

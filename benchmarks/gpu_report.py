@@ -50,7 +50,7 @@ def remarks(found: dict) -> list[str]:
     lines = [f"- {name}: {one / other:.2f}" for name, (one, other) in pairs.items() if one and other]
     best = median()
     for device, rate in ANCHORS.items():
-        beside = f"; `fit` here with the same settings: {best:,.0f} ({best / rate:.2f} of it)" if best else ""
+        beside = f"; `fit` here with the same settings: {best:,.0f} ({best / rate:.2f} times as many)" if best else ""
         lines.append(f"- published for one {device}, mixed precision and XLA: {rate:,} images/s{beside}")
     return lines
 
@@ -63,6 +63,6 @@ def section(found: dict) -> list[str]:
     text += (
         f"ResNet-50 (version 1.5) on 224x224 pictures, SGD with momentum, metrics on, on {facts.get('device', '?')} "
         f"with {versions}. Images a second are the median and the quartiles over epochs of some steps; each cell has a "
-        f"process of its own. Published figures: {ANCHOR_SOURCE}."
+        f"separate process. Published figures: {ANCHOR_SOURCE}."
     )
     return ["", "## GPU", "", text, "", *table(found), "", *remarks(found)]

@@ -15,15 +15,16 @@ INTRO = """# Benchmarks
 Written by `make bench`. Measured on {device}, {cores} cores used, {memory_gib} GiB of memory, {system}, with
 {versions}, on {date}{load}.
 
-All peers of a model train in one run, in separate processes, on the same model, initial weights, batches, Adam, loss,
-metrics, threads and cores. They take turns in {rounds} rounds, after {warmup} warm-up rounds. Ratios are taken within
-a round, so a machine that slows down slows both sides; the tables show median and quartiles. Before the rounds, every
-peer trains a few steps and reports its losses and number of parameters. A peer whose losses differ by more than 0.1 %
-does other work, and is not compared. (Adam's epsilon is 1e-12, because Keras and PyTorch add it at different places.)
+The peers (tfgpu, stock Keras, JAX, PyTorch and hand-written loops) train each model in one run, in separate processes,
+with the same initial weights, batches, Adam, loss, metrics, threads and cores. They take turns in {rounds} rounds,
+after {warmup} warm-up rounds. Ratios are taken within a round, so a machine that slows down slows both sides; the
+tables show median and quartiles. Before the rounds, every peer trains a few steps and reports its losses and number of
+parameters. A peer whose losses differ by more than 0.1 % does other work, and is not compared. (Adam's epsilon is
+1e-12, because Keras and PyTorch add it at different places.)
 
 A step trains on the global batch: {batches} rows.
 Data is in memory. "Many steps" is the fastest of several `steps_per_execution`; Keras on JAX may choose too.
-PyTorch keeps its batches in tensors, without a loader, and uses the fused Adam and, for pictures, channels last.
+PyTorch keeps its batches in tensors, without a loader, and uses the fused Adam; pictures are channels-last.
 """
 
 
@@ -61,7 +62,7 @@ def _intro(results: dict, found: dict) -> str:
     return ("Made with `--tiny`: the figures mean nothing.\n\n" if is_tiny else "") + INTRO.format(
         **{key: facts[key] for key in ("device", "cores", "memory_gib", "system", "date", "rounds", "warmup")},
         load=(f"; load average {min(loads):.1f} to {max(loads):.1f}" if loads else "")
-        + (f"; on {len(codes)} states of the code, which the JSON tells apart" if len(codes) > 1 else ""),
+        + (f"; on {len(codes)} versions of the code, which the JSON file names" if len(codes) > 1 else ""),
         versions=", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown versions",
         batches=", ".join(f"{work.batch} ({name})" for name, work in WORKS.items()),
     )
@@ -92,7 +93,7 @@ def _elsewhere(rows: dict[str, Cell]) -> list[str]:
 def _about(topology: str) -> str:
     text = {
         "one": "All cores, one process. Ratios are to the hand-written loop: plain tf.data, no strategy, many steps in "
-        "one `tf.function`, metrics on. Below 1 is faster than it.",
+        "one `tf.function`, metrics on. Below 1 is faster than the loop.",
         "mirrored-2": "Two logical CPU devices share the cores of one process: this shows the cost of replicas, not "
         "their gain. The hand-written loop splits each batch in the graph and sums the gradients in one all-reduce; "
         "BatchNormalization is synchronized for all.",
@@ -124,11 +125,11 @@ def _scaling(found: dict[tuple[str, str], Cell]) -> list[str]:
     if not rows:
         return []
     text = (
-        "Speed of two over speed of one, on the same global batch. The most possible is 1 for two replicas, which "
-        "share the cores of one, and 2 for two workers, which have twice the cores. Figures from different processors "
-        "are left out. The network's share is the time that two separate processes, each with half of the batch, do "
-        "not need. Collectives are those of the compiled loop, in a step and in a call of many steps. Bytes are what "
-        "both workers send over loopback in a step, TCP included; in brackets the bytes of all gradients."
+        "Speed of two over speed of one, on the same global batch. At best it is 1 for two replicas, which share the "
+        "cores of one, and 2 for two workers, which have twice the cores. Figures from different processors are left "
+        "out. The network's share is the time that two separate processes, each with half of the batch, do not need. "
+        "Collectives are those of the compiled loop, in a step and in a call of many steps. Bytes are what both "
+        "workers send over loopback in a step, TCP included; in brackets the bytes of all gradients."
     )
     head = _head([*heads, "bytes a step (gradients)"])
     return ["", "## Scaling", "", text, "", *head, *rows, "", "![Scaling](benchmarks/scaling.svg)"]
@@ -157,7 +158,7 @@ def _scales(found: dict[tuple[str, str], Cell], work: str, peer: str) -> list[st
 
 
 def _memory(found: dict[tuple[str, str], Cell]) -> list[str]:
-    text = "The most that one process held at any time (resident set, MiB), libraries included."
+    text = "Peak resident memory of one process, MiB, libraries included."
     return _by_peer("Memory", text, found, lambda cell, peer: _number(cell.peak_mib(peer), "{:.0f}"))
 
 
@@ -168,7 +169,7 @@ def _starting(found: dict[tuple[str, str], Cell], startup: dict[str, dict]) -> l
             "",
             "## Starting",
             "",
-            "Seconds of whole processes, which take turns.",
+            "Seconds from the start to the end of a process. The commands take turns.",
             "",
             *_head(["command", "seconds", "CPU seconds"]),
         ]

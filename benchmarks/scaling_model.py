@@ -224,4 +224,4 @@ def fit_link(sizes_bytes: list[float], collectives: list[int], times_s: list[flo
 def _check(**counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+            raise InputError(f"`{name}` must be a whole number of at least 1. Received: {value!r}.")

@@ -76,12 +76,12 @@ def test_devices_are_facts_in_tensorflows_order():
 @pytest.mark.parametrize(
     ("setter", "words"),
     [
-        (lambda: environment.set_logical_devices(0), "`count` must be a whole number from 1"),
+        (lambda: environment.set_logical_devices(0), "`count` must be a whole number of at least 1"),
         (lambda: environment.set_logical_devices(2.0), "`count` must be a whole number"),
         (lambda: environment.set_logical_devices(2, memory_bytes=2**30), "applies to GPUs"),
         (lambda: environment.set_logical_devices(2, "GPU"), "need `memory_bytes`"),
         (lambda: environment.set_logical_devices(2, "TPU"), "Unknown device kind 'TPU'"),
-        (lambda: environment.set_memory_limit(1000), "from 1048576"),
+        (lambda: environment.set_memory_limit(1000), "of at least 1048576"),
         (lambda: environment.set_visible_devices(3), "this machine has 0 GPU"),
         (lambda: environment.set_visible_devices(-1), "`chosen` must be"),
         (lambda: environment.set_visible_devices(1.0), "`chosen` must be"),

@@ -89,8 +89,8 @@ def whole_number(name: str, value: object, *, minimum: int = 1, maximum: int | N
         3
     """
     if not is_whole(value, minimum=minimum) or (maximum is not None and value > maximum):
-        most = "" if maximum is None else f" to {maximum}"
-        raise InputError(f"`{name}` must be a whole number from {minimum}{most}. Received: {value!r}.")
+        span = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise InputError(f"`{name}` must be a whole number {span}. Received: {value!r}.")
     return int(value)
 
 

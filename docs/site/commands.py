@@ -11,7 +11,7 @@ from tfgpu.cli import screen
 
 HEAD = """# Command line
 
-What `tfgpu COMMAND --help-all` prints. `tfgpu COMMAND --help` shows what one needs most.
+What `tfgpu COMMAND --help-all` prints. `tfgpu COMMAND --help` prints the most common options.
 """
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 

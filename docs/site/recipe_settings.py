@@ -4,7 +4,7 @@ from tfgpu.recipes.recipe import Recipe, choices
 
 HEAD = """# Recipe settings
 
-Each is a line of a [recipe](../guides/recipes.md) and a flag: `global_batch: 64` is `--batch 64`.
+Write a setting as a line of a [recipe](../guides/recipes.md) (`global_batch: 64`) or as a flag (`--batch 64`).
 """
 
 

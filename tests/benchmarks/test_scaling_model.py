@@ -146,7 +146,7 @@ def test_a_link_is_found_from_times():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: ring_s(1, 0, LINK), "`workers` must be a whole number from 1. Received: 0"),
+        (lambda: ring_s(1, 0, LINK), "`workers` must be a whole number of at least 1. Received: 0"),
         (lambda: ring_s(1, 2.0, LINK), "Received: 2.0"),
         (lambda: Link(0, 1), "bandwidth above 0"),
         (lambda: slowest_s(1, 0.1, 2, tail="heavy"), "'heavy'"),

@@ -43,7 +43,7 @@ def test_in_order_and_a_full_queue_waits(tmp_path):
     writer.wait()
     assert written == [0, 1, 2, 3, 4, 5]
     assert not threads()
-    with pytest.raises(InputError, match="`most` must be a whole number from 1. Received: 0"):
+    with pytest.raises(InputError, match="`most` must be a whole number of at least 1. Received: 0"):
         Writer(most=0)
 
 

@@ -106,7 +106,7 @@ def test_another_model_is_refused(tmp_path):
         tfgpu.InputError, match=r"does not fit this model: .*kernel has shape \(4, 6\) there and \(4, 7\) here"
     ):
         Checkpoint(tmp_path).restore(build(units=7))
-    with pytest.raises(tfgpu.InputError, match="`keep` must be a whole number from 1"):
+    with pytest.raises(tfgpu.InputError, match="`keep` must be a whole number of at least 1"):
         Checkpoint(tmp_path, keep=0)
 
 

@@ -96,6 +96,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     (one / "epoch-0001" / storage.STATE).write_bytes(b"other")
     with pytest.raises(InputError, match="is damaged"):
         verification.verify(one, one)
-    with pytest.raises(InputError, match="`rtol` must be a number from 0"):
+    with pytest.raises(InputError, match="`rtol` must be a number of at least 0"):
         verification.verify(one, one, rtol=-1.0)
     assert "error: " in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_an_optimizer_that_draws_keeps_the_replicas_equal_and_is_named(seed, cap
     tf.random.set_seed(seed)
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         assert are_equal(trained(dense, Noisy, "mse"))
-    assert caplog.text.count("The optimizer draws random numbers by tf.random") == 1
+    assert caplog.text.count("The optimizer draws random numbers with tf.random") == 1
 
 
 @pytest.mark.sample("Samples")

@@ -62,7 +62,7 @@ def test_only_tfgpus_own_errors_come_out_of_the_data(devices):
         model.fit(data, verbose=0)
     ours = functools.partial(tfgpu.errors.whole_number, "rows", 0)
     data = tf.data.Dataset.from_generator(lambda: read(ours), output_signature=signature)
-    with pytest.raises(tfgpu.InputError, match="`rows` must be a whole number from 1"):
+    with pytest.raises(tfgpu.InputError, match="`rows` must be a whole number of at least 1"):
         model.fit(data, verbose=0)
 
 

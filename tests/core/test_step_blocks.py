@@ -308,7 +308,7 @@ def test_stopping_between_blocks():
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "many"])
 def test_a_wrong_number_of_steps_is_one_clear_error(wrong):
-    with pytest.raises(tfgpu.InputError, match='a whole number from 1, or "auto"'):
+    with pytest.raises(tfgpu.InputError, match='a whole number of at least 1, or "auto"'):
         build(tf.distribute.get_strategy(), steps_per_execution=wrong)
 
 

@@ -97,5 +97,5 @@ def test_replicas_are_one_device(kind, caplog):
 
 
 def test_collectives_in_a_jacobian_are_refused():
-    with pytest.raises(InputError, match="inside `jacobian`, as BatchNormalization"):
+    with pytest.raises(InputError, match="inside `jacobian`, but BatchNormalization"):
         trained(Normalized, 2)

@@ -156,8 +156,8 @@ def test_empty_parts_are_none():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"global_batch": 0}, "whole number from 1"),
-        ({"global_batch": 2.5}, "whole number from 1"),
+        ({"global_batch": 0}, "whole number of at least 1"),
+        ({"global_batch": 2.5}, "whole number of at least 1"),
         ({"global_batch": 21}, "larger than the training split.*20 training"),
         ({"global_batch": 2, "validation": 1.5}, "at least 0 and below 1"),
         ({"global_batch": 2, "validation": 0.5, "test": 0.5}, "no training examples"),
@@ -177,7 +177,7 @@ def test_an_invalid_setting_names_the_fix(options, message):
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "one"])
 def test_a_wrong_epoch_is_refused(epoch):
-    with pytest.raises(InputError, match="whole number from 0"):
+    with pytest.raises(InputError, match="whole number of at least 0"):
         load(numbered(20), global_batch=2, **PARTS).seek(epoch)
 
 

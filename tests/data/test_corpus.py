@@ -40,7 +40,7 @@ def test_a_corpus_through_the_pipeline(tmp_path):
         ("corpus:photos", {}, "No .txt files in"),
         ("corpus:one", {"length": 64}, "too few for one sequence of length=64. Use a shorter"),
         ("corpus:one", {"memory_bytes": 8}, "needs 40 bytes of memory. Received: memory_bytes=8. Increase it"),
-        ("corpus:one", {"length": 1}, "`length` must be a whole number from 2"),
+        ("corpus:one", {"length": 1}, "`length` must be a whole number of at least 2"),
         ("corpus:one", {"image_size": 8}, "`image_size` only applies to image files"),
         ("digits", {"length": 8}, "`length` applies to corpus: only"),
     ],

@@ -63,8 +63,8 @@ def test_no_setting_changes_the_batches(settings):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"parallel_calls": 0}, "`parallel_calls` must be a whole number from 1"),
-        ({"prefetch": -1}, "`prefetch` must be a whole number from 0"),
+        ({"parallel_calls": 0}, "`parallel_calls` must be a whole number of at least 1"),
+        ({"prefetch": -1}, "`prefetch` must be a whole number of at least 0"),
     ],
 )
 def test_an_invalid_setting_names_the_fix(settings, message):

@@ -136,5 +136,5 @@ def test_sequences_begin_there_too():
 def test_wrong_steps_name_the_fix():
     data = made((X, Y))
     for step in (-1, 1.5, True):
-        with pytest.raises(InputError, match="`step` must be a whole number from 0"):
+        with pytest.raises(InputError, match="`step` must be a whole number of at least 0"):
             data.seek(0, step)

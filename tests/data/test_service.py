@@ -176,7 +176,7 @@ def test_data_in_memory_needs_no_service(shared):
 
 
 def test_data_that_cannot_be_served():
-    with pytest.raises(InputError, match="`workers` must be a whole number from 1"):
+    with pytest.raises(InputError, match="`workers` must be a whole number of at least 1"):
         service.serve(0)
     with pytest.raises(InputError, match="`host` must be a name .*'no such host'"):
         service.serve(1, host="no such host")

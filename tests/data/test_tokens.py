@@ -86,7 +86,7 @@ def test_non_numeric_columns_are_skipped(caplog):
         ({"input_ids": [[1] * 9]}, {"lengths": [4, 8]}, "truncation=True"),
         ({"input_ids": [[1]]}, {"lengths": [8, 4]}, "increasing"),
         ({"input_ids": [[1]]}, {"lengths": 0}, "`lengths` must be"),
-        ({"input_ids": [[1]]}, {"global_batch": 0}, "from 1"),
+        ({"input_ids": [[1]]}, {"global_batch": 0}, "of at least 1"),
         ({"input_ids": [[1]], "labels": [1]}, {"labels": "label"}, "Did you mean 'labels'"),
         ([1, 2], {}, "dict of lists"),
     ],

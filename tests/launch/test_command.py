@@ -53,9 +53,12 @@ def tfgpu(*words: str, cwd: Path, timeout: float = 300, **environ: str) -> subpr
     ("words", "said"),
     [
         (["none.py", "--epochs", "3"], "There is no script 'none.py'. Give the path of a Python file."),
-        (["-n", "0", "here.py"], "--workers must be a whole number from 1. Received: 0."),
-        (["--ps", "-1", "here.py"], "--ps must be a whole number from 0. Received: -1."),
-        (["--gpus-per-worker", "-1", "here.py"], "--gpus-per-worker must be a whole number from 0. Received: -1."),
+        (["-n", "0", "here.py"], "--workers must be a whole number of at least 1. Received: 0."),
+        (["--ps", "-1", "here.py"], "--ps must be a whole number of at least 0. Received: -1."),
+        (
+            ["--gpus-per-worker", "-1", "here.py"],
+            "--gpus-per-worker must be a whole number of at least 0. Received: -1",
+        ),
         (["--startup-timeout", "0", "here.py"], "--startup-timeout must be above 0. Received: 0.0."),
         (["--heartbeat-timeout", "-1", "here.py"], "--heartbeat-timeout must be 0 (never) or more. Received: -1.0."),
         (["--slurm", "--partition", "a b", "here.py"], "--partition must be a name as Slurm shows it"),

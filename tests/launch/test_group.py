@@ -177,7 +177,7 @@ def test_a_script_is_a_job_with_its_own_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"workers": 0}, "`workers` must be a whole number from 1. Received: 0"),
+        ({"workers": 0}, "`workers` must be a whole number of at least 1. Received: 0"),
         ({"max_restarts": -1}, "`max_restarts`"),
         ({"grace_period_s": -1}, "`grace_period_s`"),
         ({"startup_timeout_s": 0}, "`startup_timeout_s`"),

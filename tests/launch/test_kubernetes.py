@@ -373,9 +373,9 @@ def test_a_name_leaves_room_for_the_pods(kind, longest):
         ({"cpu": "-1"}, "Received: '-1'"),
         ({"shared_memory": "2"}, "`shared_memory` must have"),
         ({"claim_size": "10"}, "`claim_size` must have"),
-        ({"grace_period_s": 0}, "`grace_period_s` must be a whole number from 1"),
+        ({"grace_period_s": 0}, "`grace_period_s` must be a whole number from 1 to"),
         ({"port": 80}, "`port` must be a whole number from 1024 to 65535. Received: 80"),
-        ({"user": 0}, "`user` must be a whole number from 1"),
+        ({"user": 0}, "`user` must be a whole number from 1 to"),
     ],
 )
 def test_facts_that_no_cluster_would_take_are_refused(changes, words):

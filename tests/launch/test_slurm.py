@@ -121,7 +121,7 @@ def test_tasks_and_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"nodes": 0}, "`nodes` must be a whole number from 1"),
+        ({"nodes": 0}, "`nodes` must be a whole number from 1 to 65535"),
         ({"nodes": True}, "`nodes`"),
         ({"nodes": "2"}, "`nodes`"),
         ({"grace_period_s": 0}, "`grace_period_s`"),

@@ -826,7 +826,7 @@ def of_own():
         return keras.Sequential([keras.Input((7,), dtype="int32"), words, cell, L.Dense(3)])
 
     return group(
-        "code of one's own",
+        "your own code",
         Case("weight-dropout", model=kit.dense(own_code.DropConnect), **uneven),
         Case("table-dropout", model=kit.dense(own_code.Positions), rows=35),
         Case("call-is-a-function", model=kit.dense(own_code.Traced), **uneven),

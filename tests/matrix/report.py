@@ -17,7 +17,7 @@ Written by `make matrix`. A figure is the largest difference from one device (st
 weights, iterations, logs, `evaluate` and `predict`, after two epochs with the same seed and global batch (relative
 to values above 1). Equal means at most 1e-5 (`bound`). For mixed precision and whatever else amplifies rounding, the
 bound is twice the difference that one device has from itself when its sums are re-ordered. **Bold** is not equal:
-`crashes` raises, `dies` ends the process, `hangs` gives no answer. Replicas are logical CPU devices; workers are real
+`crashes` raises, `dies` ends the process, `hangs` does not end. Replicas are logical CPU devices; workers are real
 processes on loopback. Measured on {machine}
 with Python {python}, TensorFlow {tensorflow} and Keras {keras}.
 

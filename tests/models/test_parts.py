@@ -78,7 +78,7 @@ def test_a_wrong_style_is_refused_by_every_builder(name, option, value, message)
 @pytest.mark.parametrize("name", models.BUILDERS)
 @pytest.mark.parametrize("classes", [0, -1, 2.0, "10", True])
 def test_wrong_classes_are_refused_by_every_builder(name, classes):
-    with pytest.raises(InputError, match="`classes` must be a whole number from 1. Received"):
+    with pytest.raises(InputError, match="`classes` must be a whole number of at least 1. Received"):
         models.build(name, input_shape=TEXT.get(name, (8, 8, 1)), classes=classes)
 
 

@@ -288,14 +288,14 @@ WORKER = Cluster(workers=("127.0.0.1:1", "127.0.0.1:2"), rank=1, task_index=1)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": 0}, "`every` must be a whole number from 1. Received: 0"),
-        ({"every": 2.5}, "`every` must be a whole number from 1. Received: 2.5"),
-        ({"after": -1}, "`after` must be a whole number from 0. Received: -1"),
+        ({"every": 0}, "`every` must be a whole number of at least 1. Received: 0"),
+        ({"every": 2.5}, "`every` must be a whole number of at least 1. Received: 2.5"),
+        ({"after": -1}, "`after` must be a whole number of at least 0. Received: -1"),
         ({"outer": "sgd"}, "`outer` must be a Keras optimizer or a function"),
         ({"outer": keras.optimizers.SGD(0.7), "cluster": WORKER}, r"outer=lambda: keras.optimizers.SGD\(...\)"),
         ({"reduce_dtype": "float16"}, "`reduce_dtype` does not apply to `averaging`"),
         ({"top_k": 0.1}, "`top_k` does not apply to `averaging`"),
-        ({"bytes_per_pack": -5}, "`bytes_per_pack` must be a whole number from 0"),
+        ({"bytes_per_pack": -5}, "`bytes_per_pack` must be a whole number of at least 0"),
         ({"kind": "mirrored", "every": 2}, "`every` does not apply to `mirrored`"),
         ({"kind": "one_device", "outer": keras.optimizers.SGD()}, "`outer` does not apply to `one_device`"),
     ],

@@ -287,7 +287,7 @@ def compiled_with(optimizer):
         (lambda: apply(model(), mesh(expert=2), plan={"*": "column"}), "tfgpu.parallel.register_plan"),
         (
             lambda: apply(block_models.model(), mesh(expert=2)),
-            "has a plan that says which of its weights are of experts",
+            "has a plan that says which of its weights belong to experts",
         ),
         (lambda: compiled_with(keras.optimizers.Muon()), "Muon looks at each variable as a whole"),
     ],

@@ -58,7 +58,7 @@ def test_names_are_normalized():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh(data=0), "`data` must be a whole number from 1. Received: 0"),
+        (lambda: Mesh(data=0), "`data` must be a whole number of at least 1. Received: 0"),
         (lambda: Mesh(tensor=True), "`tensor` must be"),
         (lambda: Mesh(pipeline=2.0), "`pipeline` must be"),
         (lambda: Mesh(data=2, devices="GPU:0"), "must be names"),

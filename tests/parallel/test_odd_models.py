@@ -144,7 +144,7 @@ class Refuses(layers.Layer):
 
 def test_rows_that_cannot_be_tried_are_reported(caplog):
     pipeline(in_a_row(Refuses()), 2, 3, cuts=["third"])
-    assert "Could not try" in caplog.text and "not these" in caplog.text and "`batch`" in caplog.text
+    assert "Could not find out whether" in caplog.text and "not these" in caplog.text and "`batch`" in caplog.text
 
 
 def test_outside_of_replicas_a_call_is_one_devices():

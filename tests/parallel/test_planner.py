@@ -390,7 +390,7 @@ def test_the_page_shows_what_the_commands_print(capsys):
         ([*SIZES, "--precision", "int8"], "Unknown precision"),
         ([*SIZES, "--json-to", "/nowhere/file.json"], "needs a file in an existing folder"),
         ([*SIZES, "--model-option", "depth=2"], "Add --model NAME"),
-        ([*SIZES, "--mlp", "0"], "--mlp must be a whole number from 1"),
+        ([*SIZES, "--mlp", "0"], "--mlp must be a whole number of at least 1"),
         ([*SIZES, "--devices", 10**20], "--devices must be at most 1,000,000,000"),
         ([*SIZES, "--layers", 10**8], "--layers must be at most 10,000"),
     ],

@@ -89,8 +89,8 @@ def test_flash_attention_grows_with_the_length():
         ({"weights": "int4"}, "Only frozen weights"),
         ({"weights": "int3", "lora": 8}, "int4"),
         ({"precision": "float8"}, "float16"),
-        ({"lora": -3}, "`lora` must be a whole number from 1"),
-        ({"loss_chunk": 0}, "`loss_chunk` must be a whole number from 1"),
+        ({"lora": -3}, "`lora` must be a whole number of at least 1"),
+        ({"loss_chunk": 0}, "`loss_chunk` must be a whole number of at least 1"),
     ],
 )
 def test_bad_input(how, words):
@@ -135,4 +135,4 @@ def test_the_command_plans_a_published_model(capsys):
     assert "Add --pretrained NAME" in capsys.readouterr().err
     for option in ("--sequence", "--lora", "--loss-chunk"):
         assert _execute([*asked, option, "0"]) == 2
-        assert f"{option} must be a whole number from 1" in capsys.readouterr().err
+        assert f"{option} must be a whole number of at least 1" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_an_evaluator_gets_the_strategy_of_its_own_devices():
 
 
 def test_data_for_workers_is_checked():
-    with pytest.raises(InputError, match="`batches` must be a whole number from 1. Received: 0"):
+    with pytest.raises(InputError, match="`batches` must be a whole number of at least 1. Received: 0"):
         worker_data.on_workers(lambda index, count: None, batches=0)
     with pytest.raises(InputError, match="`make` must return a tf.data.Dataset. Received: NoneType"):
         worker_data.on_workers(lambda index, count: None, batches=1)

@@ -146,7 +146,7 @@ PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
 def test_non_integers_are_refused(value):
-    words = rf"`max_staleness` must be a whole number from 0. Received: {value!r}"
+    words = rf"`max_staleness` must be a whole number of at least 0. Received: {value!r}"
     with pytest.raises(InputError) as caught:
         strategies.parameter_server(max_staleness=value, cluster=Cluster(**PS, rank=0, task_type="chief"))
     assert words in str(caught.value)

@@ -116,7 +116,7 @@ def test_compiling_again_takes_the_new_optimizer():
 def test_wrong_input_is_one_clear_error():
     model = build(tf.distribute.get_strategy())
     for wrong in (0, True, 1.5):
-        with pytest.raises(tfgpu.InputError, match=f"whole number from 1. Received: {wrong}"):
+        with pytest.raises(tfgpu.InputError, match=f"whole number of at least 1. Received: {wrong}"):
             tfgpu.Trainer(model, steps_per_call=wrong)
     with pytest.raises(tfgpu.InputError, match="Received: str"):
         tfgpu.Trainer("model")

@@ -162,8 +162,8 @@ def test_the_settings_make_a_schedule(schedule, epochs):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"lowest": 0}, "`lowest` must be a whole number from 1. Received: 0."),
-        ({"highest": 2.5}, "`highest` must be a whole number from 1. Received: 2.5."),
+        ({"lowest": 0}, "`lowest` must be a whole number of at least 1. Received: 0."),
+        ({"highest": 2.5}, "`highest` must be a whole number of at least 1. Received: 2.5."),
         ({"repeats": True}, "`repeats` must be a whole number"),
         ({"lowest": 64, "highest": 32}, "`lowest` must be at most `highest`. Received: 64 and 32."),
         ({"timeout_s": 0}, "`timeout_s` must be above 0. Received: 0."),

@@ -34,7 +34,7 @@ def tfgpu(*words, cwd, timeout=550):
     ("words", "expected"),
     [
         (["batch-size", "digist"], "Did you mean 'digits'?"),
-        (["batch-size", "--lowest", "0"], "--lowest must be a whole number from 1. Received: 0."),
+        (["batch-size", "--lowest", "0"], "--lowest must be a whole number of at least 1. Received: 0."),
         (["batch-size", "--lowest", "two"], "Invalid value for '--lowest'"),
         (["batch-size", "--scale", "sqr"], "Did you mean 'sqrt'?"),
         (["batch-size", "--device-memory", "much"], "A size of memory is a number with a unit"),

@@ -38,7 +38,7 @@ def environ():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"trials": 0}, "`trials` must be a whole number from 1. Received: 0."),
+        ({"trials": 0}, "`trials` must be a whole number of at least 1. Received: 0."),
         ({"parallel": True}, "`parallel` must be a whole number"),
         ({"timeout_s": 0}, "`timeout_s` must be above 0"),
         ({"timeout_s": "60"}, "`timeout_s` must be above 0"),

@@ -142,7 +142,7 @@ def page(results: dict[str, dict], before: str = "") -> str:
             kept = before.splitlines()
             rows += [line for line in kept if line.startswith(f"| {corner.title} |")]
             wrong += [line for line in kept if line.startswith(f"- {corner.title}: ")]
-    notes = "\n".join(["Not as it should be:", "", *wrong]) if wrong else "In what ran, nothing differs."
+    notes = "\n".join(["Not as it should be:", "", *wrong]) if wrong else "No case that ran differs."
     template = Path(__file__).with_name("page.md").read_text()
     return template.replace("{rows}", "\n".join(rows)).replace("{notes}", notes)
 

@@ -194,7 +194,7 @@ def _copy_from_chief(strategy, path: str | None, *, is_readable: bool = True) ->
         size = os.path.getsize(path)
     (size,) = broadcast.sum_from_chief(strategy, np.array([size], "int64"))
     if size == _UNREADABLE and not is_chief:
-        raise MachineError("The chief worker could not read its backup: see its error. Remove it to start fresh.")
+        raise MachineError("The chief could not read its backup; see its error. To start fresh, remove the backup.")
     if size < 0:
         return
     with open(path, "rb" if is_chief else "wb") as file:

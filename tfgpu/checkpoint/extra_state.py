@@ -59,9 +59,9 @@ class ExtraState:
         for name, one in self._objects.items():
             if name not in states:
                 raise InputError(
-                    f"{where} was made without {name!r} in `remember`, so its state is not there. Received: "
-                    f"{sorted(self._objects)}, the checkpoint has {sorted(states)}. Start in another "
-                    "directory, or leave it out."
+                    f"{where} was saved without {name!r} in `remember`, so its state is missing. Received: "
+                    f"{sorted(self._objects)}; the checkpoint has {sorted(states)}. Use another directory, or remove "
+                    f"{name!r} from `remember`."
                 )
             one.put(states[name], model)
 

@@ -105,7 +105,7 @@ def _best_name(newest: Snapshot, best: Best) -> str:
     rows = newest.position.history
     at = best.place(rows)
     if at is None:
-        raise InputError(f"{newest.position.directory} has no best epoch: its logs do not have the entry.")
+        raise InputError(f"{newest.position.directory} has no best epoch: its logs lack the metric that `best` names.")
     return storage.Position(newest.position.epoch - len(rows) + at + 1).name
 
 

@@ -64,7 +64,7 @@ def verify(one: str | Path, other: str | Path, *, rtol: float = 0.0, atol: float
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not is_number(value) or not value >= 0:
-            raise InputError(f"`{name}` must be a number from 0. Received: {value!r}.")
+            raise InputError(f"`{name}` must be a number of at least 0. Received: {value!r}.")
     one, other = Path(one), Path(other)
     if one.suffix in _FILES or other.suffix in _FILES:
         count, parting = _compare(None, _of_file(one), _of_file(other), {}, rtol, atol)

@@ -34,7 +34,7 @@ def write_data(
 ) -> None:
     """Write any source as TFRecord shards.
 
-    Write any source as TFRecord shards with checksums and an index; training on them gets the same batches.
+    Write any source as TFRecord shards with checksums and an index. Training on them reads the same batches.
 
     tfgpu data write photos/ shards/ --shards 64
     tfgpu data write 'flowers.csv#species' shards/

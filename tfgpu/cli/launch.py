@@ -40,7 +40,7 @@ class Options:
     arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None
     workers: option(int | None, "Training processes, on all machines together [one on each].", "--workers -n N") = None
     parameter_servers: option(int, "Number of parameter servers, which also add a chief.", "--ps N") = 0
-    evaluator: option(bool, "Add a process that evaluates what the others save.", "--evaluator") = False
+    evaluator: option(bool, "Add a process that evaluates the checkpoints.", "--evaluator") = False
     gpus_per_worker: option(int | None, "GPUs per worker [an equal share]; 0 trains on the CPU.", "N") = None
     max_restarts: option(int, "How often to restart all processes after a failure.", "N") = 0
     startup_timeout_s: option(float, "Seconds to wait for all processes at the start.", "--startup-timeout SECONDS") = (

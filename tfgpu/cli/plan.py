@@ -57,9 +57,9 @@ class Options:
     batch: _model(int | None, "Examples per step, over all devices [8 per device].") = None
     optimizer: _model(str, "Optimizer name, or its number of slots per parameter.", "NAME|INTEGER") = "adamw"
     precision: _model(str, "Compute precision.", "NAME") = "mixed_bfloat16"
-    loss: _model(str, "`batch`: of the whole batch, as parallel.pipeline; `microbatch`: as Megatron-LM.", "NAME") = (
-        "batch"
-    )
+    loss: _model(
+        str, "`batch`: computed from the whole batch, as in parallel.pipeline; `microbatch`: as in Megatron-LM.", "NAME"
+    ) = "batch"
     device: _on(str, f"The kind of device. One of: {', '.join(hardware.DEVICES)}.", "NAME") = "a100-80"
     memory: _on(str | None, "Memory of a device, such as 80GB [the device's].", "--device-memory SIZE") = None
     per_host: _on(int, "Devices per host.", "--devices-per-host") = 8

@@ -20,7 +20,7 @@ from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer()
-_steps = functools.partial(option, panel="The steps that are recorded")
+_steps = functools.partial(option, panel="Recorded steps")
 _WINDOW = ("skip", "calls", "seconds")
 
 
@@ -29,7 +29,7 @@ class Options:
     """The options of `tfgpu profile`."""
 
     target: argument(
-        str, "TARGET", "A script (.py), a recipe or its name, or a recorded trace; .xplane.pb, or a folder."
+        str, "TARGET", "A script (.py), a recipe or its name, or a recorded trace (an .xplane.pb file or its folder)."
     )
     arguments: argument(list[str] | None, "ARGUMENTS", "Arguments of the script.") = None
     skip: _steps(int | None, "Warm-up calls to skip [3]; in `fit` a call is a block of steps.", min=0) = None

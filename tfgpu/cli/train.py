@@ -78,7 +78,7 @@ def train(
             if name != "loss" or len(result.metrics) == 1:
                 print(score(f"test_{name}", result.metrics[name]))
         if not result.metrics:
-            print("Nothing was held back for a test; --test 0.2 does.")
+            print("No examples were set aside for a test; add --test 0.2.")
         print(result.run_directory)
 
 

@@ -69,7 +69,7 @@ def tune(
 ) -> None:
     """Search a recipe's settings; find its batch size or learning rate.
 
-    Search a recipe's settings by parallel trainings with pruning; the best settings become a recipe.
+    Train a recipe with many settings, stop poor trials early, and save the best settings as a recipe.
 
     tfgpu tune digits --trials 30 --output studies/digits
     tfgpu tune --model mlp --epochs 10 --search learning_rate=1e-5..1e-1:log --search optimizer=adam,sgd --output
@@ -173,7 +173,7 @@ def find_batch_size(
     granularity: _run(int | None, "Precision of the largest batch that fits [a sixteenth of it].") = None,
     rate_only: _run(bool, "Do not search for the largest batch that fits.", "--rate-only") = False,
     scale: _Scale = "auto",
-    repeats: _run(int, "Half-second measurements of each batch.") = 5,
+    repeats: _run(int, "Number of half-second measurements of each batch size.") = 5,
     memory_limit_bytes: _run(
         str | None,
         "Memory of each GPU, such as 16GB. Without GPUs, memory that the process may reserve.",
@@ -184,7 +184,7 @@ def find_batch_size(
 ) -> None:
     """Find the batch sizes that fit, and the fastest.
 
-    Train some steps with one batch size after the other: which fit, and their rate in examples per second.
+    Train some steps with each batch size, and show which fit and their rate in examples per second.
 
     tfgpu tune batch-size digits
     tfgpu tune batch-size cifar10 --lowest 64 --highest 4096 --output found/cifar10

@@ -43,7 +43,7 @@ def whole(
     if not value and default is not None:
         return default
     if not re.fullmatch(r"[0-9]{1,10}", value) or not least <= int(value) <= most:
-        span = f"from {least}" if most == 10**9 else f"from {least} to {most}"
+        span = f"of at least {least}" if most == 10**9 else f"from {least} to {most}"
         problem = "it is not set." if name not in environ else f"it must be a whole number {span}."
         raise malformed(name, environ.get(name, ""), problem, f"{name}={max(least, 2)}")
     return int(value)

@@ -21,10 +21,10 @@ from tfgpu.errors import InputError
 _log = logging.getLogger(__name__)
 _SAME_DATA = (
     "The workers make rows of the same batches, so the data must be the same on all: set the same seed on every "
-    "worker, and number labels in an order that does not change (`sorted(set(...))`). If each worker has data of its "
-    "own, set `experimental_distribute.auto_shard_policy` in the dataset's options to OFF."
+    "worker, and number labels in a fixed order (`sorted(set(...))`). If each worker has data of its own, set "
+    "`experimental_distribute.auto_shard_policy` in the dataset's options to OFF."
 )
-_SAME_CALL = "Call it with the same on every worker."
+_SAME_CALL = "Use the same arguments on every worker."
 _FIXES = {
     "arguments of `fit`": _SAME_CALL,
     "arguments of `compile`": _SAME_CALL,

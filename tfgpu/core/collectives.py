@@ -365,6 +365,7 @@ def explained_merge_call() -> Iterator[None]:
         if "merge_call" not in str(error):
             raise
         raise CannotCommunicate(
-            "Replicas cannot communicate inside tf.cond, tf.while_loop or a tf.function with jit_compile=True, as Batch"
-            "Normalization and `optimizer.apply` must. Move it out, or compute both sides and choose with tf.where."
+            "Replicas cannot communicate inside tf.cond, tf.while_loop or a tf.function with jit_compile=True, but "
+            "BatchNormalization and `optimizer.apply` need that. Move them out, or compute both sides and choose with "
+            "tf.where."
         ) from error

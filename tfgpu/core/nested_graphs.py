@@ -71,8 +71,8 @@ def _apart(stock: Callable, *args, **kwargs):
         if not isinstance(found, collectives.CannotCommunicate):
             raise
         raise InputError(
-            f"Replicas cannot communicate inside `{stock.__name__}`, as BatchNormalization, a layer that mixes rows "
-            "and a gradient's gradient over the whole batch must. Use `tape.gradient` instead."
+            f"Replicas cannot communicate inside `{stock.__name__}`, but BatchNormalization, layers that mix rows, and "
+            "second gradients over the whole batch need that. Use `tape.gradient` instead."
         ) from error
 
 
@@ -175,11 +175,11 @@ def _check_can_meet(error: InputError, pred, true_fn: Callable, *, sees_whole_ba
         InputError: a gradient is taken of it, its predicate may differ, or no trial has seen its branches.
     """
     if private.is_recorded():
-        raise InputError(f"{error} A tf.cond may hold them if no gradient is taken through it; here one is.") from error
+        raise InputError(f"{error} A tf.cond works if no gradient is taken through it, but here one is.") from error
     if not layer_state.is_same_everywhere(pred):
         raise InputError(
-            f"{error} A tf.cond may hold them if its condition depends on variables and constants alone; on this one, "
-            "replicas may disagree."
+            f"{error} A tf.cond works if its condition depends only on variables and constants; replicas may disagree "
+            "on this one."
         ) from error
     if private.is_of_autograph(true_fn) and not sees_whole_batch:
         raise InputError(

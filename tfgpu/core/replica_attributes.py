@@ -131,7 +131,7 @@ def tell(
         shared: names of what all replicas of a process change, and see.
         is_eager: it runs in each step, not when a step is traced.
     """
-    seed = "Better use `keras.random` with a `keras.random.SeedGenerator`."
+    seed = "Use `keras.random` with a `keras.random.SeedGenerator` instead."
     if shared or (found.counts and not is_eager):
         how = "each replica does this, and sees the others' changes"
         traced = "this happens when TensorFlow traces the step, not in each step"
@@ -150,8 +150,7 @@ def tell(
         _log.warning(text, name, _listed(found.generators), seed)
     elif found.generators and replication.spans_processes(strategy):
         text = (
-            "%s draws from a generator of Python or NumPy (%s), and each worker has its own. Seed it equally on all "
-            "workers. %s"
+            "%s draws from a generator of Python or NumPy (%s), and each worker has its own. Give all the same seed. %s"
         )
         _log.warning(text, name, _listed(found.generators), seed)
 

@@ -66,8 +66,8 @@ def _different_callbacks(names: list[str]) -> InputError:
     """The error for workers with different callbacks of those that communicate: each list, and a worker that has it."""
     found = [f"worker {names.index(each)} has {each or 'none'}" for each in dict.fromkeys(names)]
     return InputError(
-        "A callback that communicates with those of other workers must be on every worker, even if only the chief "
-        f"writes files. Of these callbacks, {', '.join(found)}. Give `fit` the same callbacks on each worker."
+        "A callback that communicates with other workers must be on every worker, even if only the chief writes "
+        f"files. Found: {', '.join(found)}. Give `fit` the same callbacks on each worker."
     )
 
 

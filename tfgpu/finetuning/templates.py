@@ -165,7 +165,7 @@ def choose(name: str, folder: Path, has_token: Callable[[str], bool], start: str
         return Template(name, NAMED[name], start)
     if name != "auto":
         if not Path(name).is_file():
-            raise unknown("template", name, ("auto", *NAMED, "a file of Jinja"))
+            raise unknown("template", name, ("auto", *NAMED, "a Jinja file"))
         return Template(name, Path(name).read_text(encoding="utf-8"), start)
     own = _of_folder(folder)
     if own is not None:

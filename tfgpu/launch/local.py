@@ -22,7 +22,7 @@ GRACE_S = 30.0
 ANSWER_S = 60.0
 """Seconds for the nodes to answer."""
 RUNNER = (sys.executable, "-m", "tfgpu.run")
-_SAVED = "Checkpoints are kept; the same command resumes from them"
+_RESUMES = "If the script saves checkpoints, the same command resumes from the newest"
 OURS = {
     "TF_CONFIG": "Use -n and --ps.",
     "CUDA_VISIBLE_DEVICES": "Use --gpus-per-worker; the launch divides the variable's current value among the workers.",
@@ -182,7 +182,7 @@ class Terminal:
         if self.signals.first is None or ending.code == 0 or (ending.asked and ending.code == PREEMPTED):
             return ending.code
         if ending.asked:
-            self.screen.say(f"Ended. {_SAVED}.")
+            self.screen.say(f"Ended. {_RESUMES}.")
         return 128 + self.signals.first  # Whichever came first, the signal or a process's own end.
 
     def _explain(self, code: int) -> None:
@@ -194,7 +194,7 @@ class Terminal:
         elif self.restarts.most:
             self.screen.say(f"All restarts are used ({self.restarts.most}).", error=True)
         else:
-            self.screen.say(f"{_SAVED}; --max-restarts N does so automatically.", error=True)
+            self.screen.say(f"{_RESUMES}; --max-restarts N does so automatically.", error=True)
 
 
 def _member(job: Job, task: layout.Task) -> Member:

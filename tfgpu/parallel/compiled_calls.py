@@ -193,7 +193,7 @@ class _Call:
         except _Cannot:
             raise
         except InputError as error:
-            raise _Cannot(f"the replicas meet in it ({_first_line(error)})") from error
+            raise _Cannot(f"the replicas communicate in it ({_first_line(error)})") from error
         except Exception as error:
             raise _Cannot(f"it cannot be traced by itself ({type(error).__name__}: {_first_line(error)})") from error
         finally:

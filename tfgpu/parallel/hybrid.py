@@ -145,7 +145,7 @@ def _along_expert(model: keras.Model, mesh: Mesh, plan) -> keras.Model:
     if plan not in ("auto", None):
         raise InputError(
             f"`plan` needs the axis `tensor`, where {mesh} has one device. Along `expert` the plan of each class says "
-            "which weights are of experts: `tfgpu.parallel.register_plan`."
+            "which weights belong to experts: `tfgpu.parallel.register_plan`."
         )
     recomputed_layers.check_not_recomputed(model)
     _check_built(model)

@@ -34,14 +34,14 @@ class Pretrained(BaseModel, use_attribute_docstrings=True):
     )
     """Layout of the model on the devices; `auto`: mirrored, or `one` on a single device."""
     microbatches: int | None = setting(None, "Pretrained", ge=1)
-    """Micro-batches of a batch in a pipeline. Default: 4 per stage."""
+    """Micro-batches per batch in a pipeline. Default: 4 per stage."""
     packing: bool = setting(True, "Pretrained")
     """Pack several sequences into one row if the model can keep them apart; else pad each."""
     loss_chunk: int | None = setting(None, "Pretrained", ge=1)
     """Tokens whose logits are computed at a time. Default: all; if all logits of a device take over 192 MiB, as
     many as take 64 MiB."""
     template: str = setting("auto", "Pretrained", min_length=1)
-    """The chat template: plain, chatml, gemma, llama3 or a file of Jinja; `auto`: the preset's own, else one whose
+    """The chat template: plain, chatml, gemma, llama3 or a Jinja file; `auto`: the preset's own, else one whose
     tokens are in the vocabulary, else plain."""
     samples: int = setting(3, "Pretrained", ge=0)
     """Number of test prompts to complete in the report."""

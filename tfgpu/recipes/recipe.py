@@ -149,7 +149,8 @@ class Recipe(pretrained.Pretrained):
     """Bytes per text, which is truncated or padded, or per sequence of a corpus; default: 256. Tokens per row with
     `preset`; default: 1024, or the model's number of positions if it is smaller."""
     classes: int | None = _field(None, "Data", ge=2)
-    """Number of classes: of masks in files; else only checked, and used by `--dry-run`. Default: from the data."""
+    """Number of classes. Required for masks in files; otherwise only checked, and used by `--dry-run`. Default: from
+    the data."""
     label_smoothing: float = _field(0.0, "Data", ge=0, lt=1)
     """Fraction of a training label to spread evenly over all classes."""
     validation: float = _field(0.0, "Data", ge=0, lt=1)
@@ -214,11 +215,11 @@ class Recipe(pretrained.Pretrained):
     """What counts as improvement: `monitor=val_loss`, `mode=auto`, `min_delta=0`, `start_epoch=1`; and
     `restore_best=true`."""
     weight_average: Literal["none", "ema"] = _field("none", "Training")
-    """The final weights: the last ones (`none`), or their moving average, also used for validation (`ema`)."""
+    """The final weights: the last update's (`none`), or a moving average (`ema`), also for validation."""
     weight_average_options: Options = _field({}, "Training", flag="--weight-average-option")
     """`ema`: `momentum=0.99` per update."""
     checkpoint_steps: int = _field(0, "Training", ge=0)
-    """Also save a checkpoint every so many steps; 0: only at the end of each epoch."""
+    """Also save a checkpoint after every N steps; 0: only at the end of each epoch."""
     watch_machine: bool = _field(True, "Training")
     """Monitor GPUs, CPU, memory and input wait during training, and report the bottleneck (`tfgpu top`)."""
     seed: int = _field(0, "Training", ge=0, lt=2**32)

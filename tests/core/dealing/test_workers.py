@@ -40,8 +40,8 @@ def test_training_is_the_same_to_the_bit_and_each_worker_makes_its_share(togethe
     assert all(count >= 12 for count in [*whole, dealt[0]]) and dealt[1:] == [2] * (workers - 1)
     turns = f"The {workers} workers take turns making the batches of `Batches`, and each sends the others their rows."
     assert turns in said[0]["in order deal"]["log"] and not said[1]["in order deal"]["log"]
-    assert any("by its method `rows`" in text for text in said[0]["own rows deal"]["log"])
-    assert any("alone reads the generator" in text for text in said[0]["generator deal"]["log"])
+    assert any("with the method `rows`" in text for text in said[0]["own rows deal"]["log"])
+    assert any("Only this worker reads the generator" in text for text in said[0]["generator deal"]["log"])
     assert any('python_data="everywhere"' in text for text in said[0]["in order everywhere"]["log"])
 
 

@@ -266,11 +266,11 @@ def test_the_order_of_the_epochs_is_that_of_the_dataset():
     [
         (
             WHOLE["map before the shuffle"],
-            "map (function), map (<lambda>), shuffle, batch. The last that workers cannot",
+            "map (function), map (<lambda>), shuffle, batch. The last one that workers cannot",
         ),
         (
             WHOLE["seeded"],
-            "from_tensor_slices, map (<lambda>), batch. The last that workers cannot share is `map (<lambda>)`",
+            "from_tensor_slices, map (<lambda>), batch. The last one that workers cannot share is `map (<lambda>)`",
         ),
         (WHOLE["mixes rows"], "is `map (mixed)`. Its function is not known to give each row"),
         (
@@ -304,9 +304,7 @@ def test_what_every_worker_runs_is_said_with_its_cost(caplog):
     assert notes.measure(whole, 1, None, note.stages).share == 1
     with caplog.at_level("INFO", logger="tfgpu"):
         note.tell(found)
-    assert (
-        f" They take {found}. The last that workers cannot share is `shuffle`. It decides which elements" in caplog.text
-    )
+    assert f" They take {found}. The last one that workers cannot share is `shuffle`. It decides which" in caplog.text
     options = tf.data.Options()
     options.autotune.enabled = False
     silent = iter(dataset.with_options(options))

@@ -103,7 +103,7 @@ def test_the_data_of_a_fisher_information():
         with pytest.raises(InputError, match=message):
             elastic.add(model, *data)
     for examples in (0, -3, 2.5, True):
-        with pytest.raises(InputError, match="whole number from 1"):
+        with pytest.raises(InputError, match="whole number of at least 1"):
             elastic.add(model, X, Y, examples=examples)
     two = keras.Model(model.inputs, [model.outputs[0], model.outputs[0] * 2])
     with pytest.raises(InputError, match=r"one row of classes.*\(1, 3\), \(1, 3\)"):

@@ -150,9 +150,9 @@ class SharedPyDataset:
         held = self.own.ranges.rows(total)
         if batches.rows_of(found) != held:
             raise InputError(
-                f"`{self._spec.name}.rows` gave {batches.rows_of(found)} rows, where {held} were asked for. All "
-                "batches except the last must have as many rows as the first; otherwise, give the class a method "
-                "`num_rows(index)`, which says how many a batch has."
+                f"`{self._spec.name}.rows` returned {batches.rows_of(found)} rows instead of {held}. All batches "
+                "except the last must have as many rows as the first; otherwise, give the class a method "
+                "`num_rows(index)`, which says how many rows a batch has."
             )
         return self._spec.layout.packed(found), np.int32(total)
 
@@ -188,7 +188,7 @@ class SharedPyDataset:
                     f"`{self._spec.name}.rows` and `__getitem__` return different rows of batch {index}: the first "
                     f"array that differs is `{name}` ({told}). `rows(index, start, stop)` must return "
                     "exactly these rows of the batch. If `__getitem__` draws random numbers, seed them by the row; or "
-                    "remove `rows`, and the workers take turns."
+                    "remove `rows`: then the workers take turns making whole batches."
                 )
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from tfgpu.errors import InputError, unknown
 
 _log = logging.getLogger(__name__)
 CHOICES = ("deal", "everywhere")
-_WHOLE = "Every worker makes whole batches of %s, and keeps its rows: %s."
+_WHOLE = "Every worker makes whole batches of %s, and keeps only its rows: %s."
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Sharing:
         told = texts.of_all("spec", json.dumps([why, repr(self._dataset.element_spec)]))
         why = next((reason for reason, _ in map(json.loads, told) if reason), None)
         if why is None and len(set(told)) > 1:
-            why = "their first batches have other shapes"
+            why = "their first batches have different shapes"
         if why is not None:
             return self._whole(why)
         found = links.all_workers()
@@ -217,7 +217,7 @@ class _Sharing:
             shared = SharedGenerator(self._dataset, found, number, self._layout, self._all)
             if self._rank == 0:
                 others = len(self._all) - 1
-                _log.info("This worker alone reads the generator, and sends the %d others their rows.", others)
+                _log.info("Only this worker reads the generator; it sends the other %d their rows.", others)
             return WorkerRows(lambda given: self._made(shared), lambda: None)
         return self._shared(None if isinstance(found, str) else found, number, texts, has_own)
 
@@ -229,7 +229,7 @@ class _Sharing:
         shared = self._with_rows(found, number, texts) if has_own else self._sharing(found, number, None)
         slots.of(self._source.adapter).shared = shared
         if self._rank == 0 and has_own:
-            _log.info("Each worker makes its rows of each batch of %s, by its method `rows`.", self._name)
+            _log.info("Each worker makes only its rows of each batch of %s, with the method `rows`.", self._name)
         elif self._rank == 0:
             text = "The %d workers take turns making the batches of %s, and each sends the others their rows."
             _log.info(text, len(self._all), self._name)

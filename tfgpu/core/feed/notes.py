@@ -25,7 +25,7 @@ BATCHES = 10
 _LOOK_S = 0.02
 _PASSED = frozenset("prefetch options batch padded_batch repeat take skip assert_cardinality".split())
 _PYTHON = (
-    "Python makes its batches: a generator, or a PyDataset. To share the work, make a dataset of places or paths, and "
+    "Python makes its batches: a generator, or a PyDataset. To share the work, make a dataset of indices or paths, and "
     "do the work in a `map` after the shuffle"
 )
 _COSTLY = frozenset("map flat_map interleave filter from_generator scan group_by_window".split())
@@ -48,9 +48,9 @@ class Obstacle(Enum):
         "worker runs that on its own elements only"
     )
     STATE = (
-        "Its function has state: another one draws other numbers if it runs less often. Draw with `tf.random.stateless_"
-        "uniform` and the like, from a seed that belongs to the element; say `tf.numpy_function(stateful=False)` of "
-        "Python that has none"
+        "Its function has state, so it would draw other numbers if it ran less often. Draw with `tf.random.stateless_"
+        "uniform` and the like, from a seed that belongs to the element; for Python without state, write "
+        "`tf.numpy_function(stateful=False)`"
     )
     ROWS = (
         "Its function is not known to give each row of a batch its own value to the bit. Put it before `batch`, "
@@ -182,7 +182,7 @@ class Note:
         passed = _PASSED - {"padded_batch"} if self.obstacle is Obstacle.LENGTH else _PASSED
         last = max((at for at, kind in enumerate(kinds) if kind not in passed), default=len(kinds) - 1)
         _log.info(
-            "Every worker runs these stages of a dataset for all rows: %s.%s The last that workers cannot share is "
+            "Every worker runs these stages of a dataset for all rows: %s.%s The last one that workers cannot share is "
             "`%s`. %s.",
             ", ".join(stages),
             "" if cost is None else f" They take {cost}.",

@@ -69,6 +69,6 @@ def _tell_of_optimizer() -> None:
     if not getattr(told, "has_told_of_draws", False):
         told.has_told_of_draws = True
         _log.warning(
-            "The optimizer draws random numbers by tf.random: all replicas draw the same numbers, but not those of "
+            "The optimizer draws random numbers with tf.random: all replicas draw the same numbers, but not those of "
             "one device. Use `keras.random` with a `keras.random.SeedGenerator`."
         )

@@ -250,7 +250,7 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) ->
     named = _named(layer)
     if verdict.needs is Needs.ITS_ROWS and verdict.why == "random":
         _log.warning(
-            "%s draws random numbers that are not Keras's, so the replicas do not draw one device's numbers. Use "
+            "%s draws random numbers without `keras.random`, so replicas draw other numbers than one device. Use "
             "`keras.random` with a `keras.random.SeedGenerator`.",
             named,
         )

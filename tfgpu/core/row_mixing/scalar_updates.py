@@ -113,9 +113,9 @@ def _likely_way(metric: keras.metrics.Metric, values: object) -> str:
             "were tried: it may be a sum over a replica's rows (a count) or a mean over them (a rate)."
         )
         if choices.unproven() == "refuse":
-            raise InputError(f"{said} The strategy's `unproven` is 'refuse'. Give the metric one number a row.")
+            raise InputError(f"{said} The strategy's `unproven` is 'refuse'. Give the metric one number per row.")
         kind = "sum" if is_sum else "mean"
-        _log.warning("%s It counts as a %s. Give it one number a row if that is wrong.", said, kind)
+        _log.warning("%s It counts as a %s. If that is wrong, give the metric one number per row.", said, kind)
     return AS_IT_IS if is_sum else MEAN
 
 

@@ -128,7 +128,7 @@ def _jacobian(stock: Callable, sources, args: tuple, kwargs: dict):
     """As `_gradient`: each replica derives its part of all numbers, and the parts are summed after the loop."""
     whole, flat = _whole(), tf.nest.flatten(sources)
     if any(id(each) in whole.own_rows for each in flat):
-        raise InputError("Watch what a jacobian is taken by: `tape.watch(x)`, before the model is called on it.")
+        raise InputError("A jacobian needs `tape.watch(x)` before the model is called on `x`.")
     with row_sums.in_jacobian(), step_context.scope(step=dataclasses.replace(step_context.step(), whole=None)):
         found = tf.nest.flatten(stock(sources, *args, **kwargs))
     parts = [None if each is None else each / tf.cast(whole.count, each.dtype) for each in found]

@@ -148,4 +148,4 @@ _WORDS = {
         "they do. If they are positions, look them up outside conditions, loops and `run_eagerly`."
     ),
 }
-_OTHERWISE = "Otherwise optimizers that square gradients, such as Adam, give another result than on one device."
+_OTHERWISE = "Otherwise optimizers that square gradients, such as Adam, give a different result than on one device."

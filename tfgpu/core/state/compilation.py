@@ -28,4 +28,4 @@ def _accept_auto(arguments: dict[str, object]) -> None:
     if steps == "auto":
         arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
     elif not is_whole(steps):
-        raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
+        raise InputError(f'`steps_per_execution` must be a whole number of at least 1, or "auto". Received: {steps!r}.')

@@ -35,9 +35,9 @@ class TakesElements(InputError):
 
     def __init__(self, name: str):
         super().__init__(
-            f"The code takes elements from an iterator that it holds ({name}), and each replica would take others than "
+            f"The code takes elements from an iterator that it holds ({name}); each replica would take others than "
             "one device. Give `fit`, or the function of `strategy.run`, all data of a step, such as "
-            "`tf.data.Dataset.zip((data, more))`; draw random numbers by `keras.random` with a "
+            "`tf.data.Dataset.zip((data, more))`; draw random numbers with `keras.random` and a "
             "`keras.random.SeedGenerator`. If replicas may take others, mark the code with `tfgpu.by_rows`."
         )
 

@@ -57,8 +57,8 @@ def _checked(name: str, states: int, sequences: tf.Tensor) -> tf.Tensor:
     """The sequences; an error where the batch has another number of rows than the layer has states."""
     total = batch_rows.known_rows().total
     said = (
-        f"The stateful layer {name!r} has states for batches of {states} rows, and this batch has another number. Drop "
-        "the incomplete last batch: `batch(..., drop_remainder=True)`, or a number of rows that `batch_size` divides."
+        f"The stateful layer {name!r} has states for batches of {states} rows, but this batch has another number. Drop "
+        "the incomplete last batch with `batch(..., drop_remainder=True)`, or use a multiple of `batch_size` rows."
     )
     if (known := tf.get_static_value(total)) is not None and known != states:
         raise InputError(said)

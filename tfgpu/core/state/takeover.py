@@ -79,7 +79,7 @@ def _take_optimizer(optimizer: keras.Optimizer, model: keras.Model, strategy: tf
         if isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues):
             setattr(optimizer, name, _copied(value, strategy))
     optimizers.set_strategy(optimizer, strategy)
-    said = "The optimizer %r was made outside the strategy's scope; its variables are the strategy's now."
+    said = "The optimizer %r was made outside the strategy's scope; its variables now belong to the strategy."
     _log.info(said, optimizer.name)
 
 

@@ -78,7 +78,7 @@ def difference(events: Mapping[str, Event]) -> Exception | None:
             if one != other:
                 return InputError(
                     f"The workers {first.what}, but with different arguments: {fact}={one} on {first_name} "
-                    f"({first.line}), {fact}={other} on {name} ({event.line}). Give every worker the same."
+                    f"({first.line}), {fact}={other} on {name} ({event.line}). Give every worker the same arguments."
                 )
     return None
 

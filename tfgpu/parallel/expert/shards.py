@@ -181,7 +181,7 @@ def find(model: keras.Model, groups: Groups) -> list[Bank]:
             found.append(Bank(path, layer, plan, names))
     if not found:
         raise InputError(
-            f"No layer of {model.name!r} has a plan that says which of its weights are of experts. Use "
+            f"No layer of {model.name!r} has a plan that says which of its weights belong to experts. Use "
             "`tfgpu.layers.MixtureOfExperts`, or write a plan for the class that holds them: "
             'tfgpu.parallel.register_plan(Experts, {"kernel": 0, "call": 0}).'
         )

@@ -57,7 +57,7 @@ def probe(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> R
         if own_layers.is_own(each) and choices.of(each) != choices.BY_ROWS
     }
     _log.warning(
-        "Could not try whether rows of %r depend on each other (%s: %s). %sGive `batch`: some inputs.",
+        "Could not find out whether rows of %r depend on each other (%s: %s). %sGive some inputs as `batch`.",
         model.name,
         type(reason).__name__,
         " ".join(str(reason).split())[:200],

@@ -110,7 +110,7 @@ class LayerTrial:
     def run(self) -> Verdict:
         """Tries the layer."""
         if self._inputs.has_composites:
-            return Verdict(Needs.UNKNOWN, "its inputs are ragged or sparse, of which none can be drawn")
+            return Verdict(Needs.UNKNOWN, "its inputs are ragged or sparse, which cannot be drawn at random")
         return isolation.run(self._tried)
 
     def _tried(self) -> Verdict:
@@ -281,11 +281,11 @@ class LayerTrial:
         are_rows = comparison.are_rows_of_their_size if is_sized else comparison.are_rows
         shares = [shard.share for shard in places]
         if any(part.structure != whole.structure or len(part.values) != len(whole.values) for part in parts):
-            return "its outputs are others for other numbers of rows"
+            return "its outputs change with the number of rows"
         if (named := self._differing_state(whole, parts, shares)) is not None:
             return named
         if any(len(part.losses) != len(whole.losses) for part in parts):
-            return "it adds other losses for other numbers of rows"
+            return "its number of added losses changes with the number of rows"
         for at, value in enumerate(whole.losses):
             together = comparison.weighed([part.losses[at] for part in parts], shares)
             if not comparison.is_close(value, together, self._close):
@@ -321,7 +321,7 @@ class LayerTrial:
         for at, value in enumerate(whole.of_weights):
             found = [each for part in parts if (each := part.of_weights[at]) is not None]
             if value is not None and found and not comparison.is_close(value, sum(found), close, of_weights):
-                return "its gradient is no sum over rows"
+                return "its gradient is not a sum over rows"
         return None
 
     def _differing_state(self, whole: Outcome, parts: list[Outcome], shares: list[float]) -> str | None:

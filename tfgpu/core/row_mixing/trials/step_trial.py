@@ -132,14 +132,14 @@ class _Question:
         draw_sizes.keep(self._model, self._step_function.__name__, tried.sizes)
         if tried.own_reads:
             _log.warning(
-                "%s reads variables of metrics (%s). Each replica has counted its own rows in them. Use the metric's "
-                "`result()`, which is of all replicas.",
+                "%s reads variables of metrics (%s), in which each replica has counted only its own rows. Use the "
+                "metric's `result()`, which covers all replicas.",
                 self._name,
                 ", ".join(tried.own_reads),
             )
         if tried.draws:
             _log.warning(
-                "%s draws random numbers by tf.random, so the replicas do not draw one device's numbers. Use "
+                "%s draws random numbers with tf.random, so replicas draw other numbers than one device. Use "
                 "`keras.random` with a `keras.random.SeedGenerator`.",
                 self._name,
             )
