@@ -196,6 +196,7 @@ def test_help_and_version_are_there(tmp_path):
     [
         (["trian"], "Did you mean 'train'?"),
         (["train", "--epoch", "3"], "--epochs"),
+        (["train", "--epcohs", "3"], "(Possible options: --epochs, --warmup-epochs). See `tfgpu train --help`."),
         (["train", "--epochs"], "requires an argument"),
         (["train", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),
         (["train", "finetune-text", "--lora", "0"], "error: `lora` should be greater than or equal to 1"),

@@ -71,6 +71,19 @@ def pages():
             yield pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ())
 
 
+NEEDS_TWO = re.compile(r"\b(?:devices|stages)=2\b|\"CPU:1\"")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_that_needs_two_devices_says_how_to_have_them(page):
+    """The pages' tests have two; a reader's machine without GPUs has one."""
+    text = "".join(block for block in blocks(page, "python") if not LAUNCH.match(block))
+    found = NEEDS_TWO.search(text)
+    if found:
+        before = text[: found.start()]
+        assert "set_logical_devices(2)" in before, f"{page.name}: {found[0]} fails on a machine with one device"
+
+
 def alone(chosen):
     """The blocks that `chosen` takes, each with its page."""
     for page in PAGES:

@@ -235,6 +235,23 @@ def test_a_script_that_fails_shows_its_own_lines(how, script, code, last, tmp_pa
     assert not any("runpy" in line or "typer" in line for line in lines)
 
 
+def test_wrong_input_shows_no_lines_of_libraries(tmp_path, monkeypatch, capsys):
+    (tmp_path / "asks.py").write_text(
+        "import tfgpu\n\ndef ask():\n    tfgpu.data.load('nowhere/', global_batch=8)\nask()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tfgpu"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("TFGPU_DEBUG", raising=False)
+    assert main(["asks.py"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[1] for line in lines if line.startswith("  File")] == ["line 5", "line 4"]
+    assert lines[-1].startswith("tfgpu.errors.InputError: ") and "nowhere/" in lines[-1]
+    monkeypatch.setenv("TFGPU_DEBUG", "1")
+    assert main(["asks.py"]) == 2
+    assert "raise InputError" in capsys.readouterr().err
+
+
 def test_an_error_outside_a_script_is_one_line_with_its_type(monkeypatch, capsys):
     def fail(*_, **__):
         raise KeyError("x")

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from tfgpu import quiet, rendezvous
 from tfgpu.cluster import Cluster
@@ -146,11 +147,38 @@ def _end_collectives() -> None:
     watch.end_collectives("Interrupted by Ctrl-C.")
 
 
+def within_script(error: Exception) -> tuple[bool, TracebackType | None]:
+    """Whether a script run by `runpy` failed, and its part of the traceback (None for a syntax error)."""
+    found, is_run = error.__traceback__, False
+    while found is not None:
+        is_runpy = found.tb_frame.f_code.co_filename in (runpy.__file__, "<frozen runpy>")
+        if is_run and not is_runpy:
+            return True, found
+        is_run, found = is_run or is_runpy, found.tb_next
+    return is_run, None
+
+
+def show(error: Exception, lines: TracebackType | None) -> None:
+    """Prints a script's error as Python does; of wrong input only the user's own lines, not those of libraries.
+
+    Args:
+        error: as it left the script.
+        lines: its traceback, from the script on.
+    """
+    told = traceback.TracebackException(type(error), error, lines, compact=True)
+    is_input = isinstance(error, InputError) and os.environ.get("TFGPU_DEBUG", "0") in ("", "0")
+    if is_input:
+        from tfgpu.core.workers.user_line import is_users
+
+        told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if is_users(frame.filename)])
+    print("".join(told.format(chain=not is_input)), end="", file=sys.stderr)
+
+
 def _tell(error: Exception) -> None:
     """Prints an error from before the script in one line, else with the script's traceback."""
-    frames = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
-    if runpy.__file__ in frames or "<frozen runpy>" in frames:
-        traceback.print_exception(error)
+    is_in_script, lines = within_script(error)
+    if is_in_script:
+        show(error, lines)
     else:
         print(f"error: {error}", file=sys.stderr)
 

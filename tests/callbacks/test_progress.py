@@ -85,8 +85,11 @@ def test_an_unknown_number_of_steps_is_known_from_the_second_epoch():
     "terminal, width, shown",
     [
         (True, 120, "epoch 1/1  accuracy 50.0%  loss 1.0000  host 1.00 GiB  lr 1.0e-03"),
-        (True, 60, "epoch 1/1  accuracy 50.0%  loss 1.0000  lr 1.0e-03  "),
+        (True, 75, "epoch 1/1  accuracy 50.0%  loss 1.0000  lr 1.0e-03  2000.0 ms/step  0.0 s"),
+        (True, 65, "epoch 1/1  accuracy 50.0%  loss 1.0000  2000.0 ms/step  0.0 s"),
         (True, 50, "epoch 1/1  accuracy 50.0%  loss 1.0000  0.0 s"),
+        (True, 45, "epoch 1/1  accuracy 50.0%  loss 1.0000  0.0 s"),
+        (True, 44, "epoch 1/1  accuracy 50.0%  loss 1.0000"),
         (False, 50, "epoch 1/1  accuracy 50.0%  loss 1.0000  host 1.00 GiB  lr 1.0e-03"),
     ],
 )
@@ -96,7 +99,8 @@ def test_a_narrow_terminal_gets_fewer_numbers(terminal, width, shown):
     progress = Progress(console=screen)
     progress.set_params({"epochs": 1, "steps": 1})
     progress.on_epoch_begin(0)
-    progress.on_epoch_end(0, {"accuracy": 0.5, "loss": 1.0, "host_peak_bytes": 2.0**30, "learning_rate": 1e-3})
+    logs = {"accuracy": 0.5, "loss": 1.0, "host_peak_bytes": 2.0**30, "learning_rate": 1e-3, "step_time_s": 2.0}
+    progress.on_epoch_end(0, logs)
     assert shown in re.sub(r"\d\.\d s$", "0.0 s", screen.file.getvalue().rstrip(), count=1)
 
 

@@ -82,6 +82,7 @@ def shown(capsys, *pieces):
         ([b"one\ntwo\n"], ["one", "two"]),
         ([b"o", b"ne\nt", b"wo"], ["one", "two"]),
         ([b"10%\r20%\r30%\n"], ["30%"]),
+        ([b"\r 1/2\b\b\b\b", b"\r 2/2\b\b\b\b", b"\r 2/2 done\n"], [" 1/2", " 2/2 done"]),  # Keras's
         ([b"windows\r\n"], ["windows"]),
         ([b"\n\n"], ["", ""]),
         ([b"gr\xc3", b"\xbcn \xff\n"], ["grün �"]),

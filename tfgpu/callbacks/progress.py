@@ -19,8 +19,8 @@ class Progress(keras.callbacks.Callback):
     """Shows a progress bar, as `fit(verbose=1)`, but updates it once per block of steps instead of every batch.
 
     The bar shows metrics and remaining time; each finished epoch prints one line. On a narrow terminal this line leaves
-    out the peak memory, then the learning rate. Without a terminal (a log file, a scheduler) only the line per epoch is
-    printed, whole.
+    out the peak memory, then the learning rate, the step time and the epoch's time. Without a terminal (a log file, a
+    scheduler) only the line per epoch is printed, whole.
 
     Args:
         console: where to write; None writes to standard output.
@@ -95,11 +95,12 @@ class Progress(keras.callbacks.Callback):
 
 def _row(name: str, logs: dict[str, Any], seconds: str, wide: int | None) -> str:
     """The line of an epoch, fitted to a terminal of `wide` columns; None: as long as it needs to be."""
-    for is_left_out in (lambda key: False, is_peak, lambda key: is_peak(key) or key == "learning_rate"):
-        shown = line({key: value for key, value in logs.items() if not is_left_out(key)})
-        row = f"{name}  {shown}  {seconds}"
-        if wide is None or len(row) <= wide:
-            return row
+    left = dict(logs)
+    for is_next in (lambda key: False, is_peak, "learning_rate".__eq__, "step_time_s".__eq__):
+        left = {key: value for key, value in left.items() if not is_next(key)}
+        row = f"{name}  {line(left)}"
+        if wide is None or len(row) + len(seconds) + 2 <= wide:
+            return f"{row}  {seconds}"
     return row
 
 

@@ -6,11 +6,9 @@ saved, 130 interrupted.
 """
 
 import re
-import runpy
 import sys
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -20,6 +18,7 @@ from tfgpu.cli.flags import in_flags
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch import ending
+from tfgpu.run import show, within_script
 
 _INTERRUPTED = 130
 app = typer.Typer(
@@ -63,7 +62,7 @@ def _execute(words: list[str]) -> int:
             name = getattr(error, "option_name", None)
             known = [each for option in context.command.params for each in option.opts] if context else []
             better = moved.option(path.removeprefix("tfgpu").strip(), name, words) or moved.foreign(name, known)
-            stop = "" if message.endswith((".", "?", ")")) else "."
+            stop = "" if message.endswith((".", "?", "?)")) else "."
             complain(f"{better or _plain(message) + stop} See `{path} --help`.")
         return error.exit_code
     except Exception as error:
@@ -79,9 +78,9 @@ def _plain(message: str) -> str:
 
 def _complain_of(error: Exception, words: list[str]) -> int:
     """Prints an error as one line, or as a traceback if a script failed; returns the exit code."""
-    is_in_script, lines = _within_script(error)
+    is_in_script, lines = within_script(error)
     if is_in_script:
-        traceback.print_exception(type(error), error, lines)
+        show(error, lines)
     elif isinstance(error, InputError | MachineError):
         complain(in_flags(str(error), getattr(error, "parameters", ())))
     elif debugging(words):
@@ -90,17 +89,6 @@ def _complain_of(error: Exception, words: list[str]) -> int:
     else:
         complain(f"{_one_line(error)} Set TFGPU_DEBUG=1 for a traceback.")
     return 2 if isinstance(error, InputError) else 1
-
-
-def _within_script(error: Exception) -> tuple[bool, TracebackType | None]:
-    """Whether a script run by `runpy` failed, and its part of the traceback (None for a syntax error)."""
-    found, is_run = error.__traceback__, False
-    while found is not None:
-        is_runpy = found.tb_frame.f_code.co_filename in (runpy.__file__, "<frozen runpy>")
-        if is_run and not is_runpy:
-            return True, found
-        is_run, found = is_run or is_runpy, found.tb_next
-    return is_run, None
 
 
 def _version(wanted: bool) -> None:

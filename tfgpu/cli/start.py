@@ -60,4 +60,6 @@ def debugging(words: Sequence[str] = ()) -> bool:
 
 
 def complain(message: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(message)}")
+    """Prints an error: on a terminal in lines that break between words, elsewhere in one line."""
+    console = Console(stderr=True, highlight=False)
+    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=not console.is_terminal)

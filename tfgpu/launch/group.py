@@ -265,7 +265,7 @@ class Group:
         if before:
             self.screen.say(f"Before that, {', '.join(before)} had ended with exit code 0.", error=True)
         for other, since in self._quiet.items():
-            if other != id:
+            if other != id and code != WRONG_INPUT:  # which no frozen process causes
                 words = f"had sent no heartbeat for {time.monotonic() - since:.0f} s"
                 self.screen.say(f"Before that, {self.members[other].name} {words}.", error=True)
         lines = self.screen.last(id)

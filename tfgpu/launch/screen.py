@@ -146,9 +146,10 @@ class _Lines:
         lines = [_visible(line) for line in whole]
         now = time.monotonic()
         if b"\r" in self._left[:-1] and now - self._shown_at > _BAR_EVERY_S:
-            bar, _, self._left = self._left.rpartition(b"\r")
-            lines.append(_visible(bar))
-            self._shown_at = now
+            bar, _, left = self._left.rpartition(b"\r")
+            if shown := _visible(bar):  # empty before the first bar, which starts with a carriage return
+                lines.append(shown)
+                self._left, self._shown_at = left, now
         if len(self._left) > _LONGEST_LINE:
             lines += self.rest()
         return lines
@@ -159,8 +160,8 @@ class _Lines:
 
 
 def _visible(line: bytes) -> str:
-    """What a terminal shows of a line that was rewritten with carriage returns."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+    """What a terminal shows of a line that was rewritten with carriage returns, or with backspaces as Keras does."""
+    return line.rstrip(b"\r\b").rpartition(b"\r")[2].decode(errors="replace")
 
 
 def _open_files(names: Sequence[str], folder: Path | None) -> dict[int, BinaryIO]:

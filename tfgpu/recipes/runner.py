@@ -118,7 +118,7 @@ def run(
             about = _about(job, started)
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
-            console.print("\n".join(facts.headline(what, about)), markup=False)
+            console.print("\n".join(facts.headline(what, about)), markup=False, soft_wrap=not console.is_terminal)
         early = endings.about_average(what, job.model.optimizer, steps_per_epoch=job.data.info.steps_per_epoch)
         if early and cluster.is_chief:
             _log.warning(early)

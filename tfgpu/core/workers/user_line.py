@@ -28,11 +28,15 @@ def of_error(traceback: TracebackType | None) -> str:
     return _shown(reversed(list(walk_tb(traceback))))
 
 
+def is_users(name: str) -> bool:
+    """Whether a file is the user's: outside Python, tfgpu and installed packages."""
+    return not (name.startswith(("<frozen ", *_folders())) or f"{os.sep}site-packages{os.sep}" in name)
+
+
 def _shown(places: Iterable[tuple[FrameType, int]]) -> str:
     for frame, number in places:
         name = frame.f_code.co_filename
-        is_installed = name.startswith(("<frozen ", *_folders())) or f"{os.sep}site-packages{os.sep}" in name
-        if not is_installed:
+        if is_users(name):
             path = Path(name)
             return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else name}:{number}"
     return ""
