@@ -230,3 +230,14 @@ def test_what_a_model_holds_in_tuples():
     two = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
     for one, other in zip(trained(tf.distribute.get_strategy()), trained(two), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_model_that_was_built_outside_the_scope_is_named(is_forgotten, caplog):
+    strategy = tfgpu.strategy("mirrored", 2)
+    with contextlib.nullcontext() if is_forgotten else tfgpu.strategy("one_device").scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
+    said = f"not on the {strategy.num_replicas_in_sync} replicas" if is_forgotten else ""
+    assert said in caplog.text and is_forgotten == ("outside `strategy.scope()`" in caplog.text)

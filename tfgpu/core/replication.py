@@ -1,5 +1,6 @@
 """Strategies whose replicas each hold a copy of the model, and variables with a copy on each replica."""
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import keras
@@ -7,6 +8,22 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots, variables
 from tfgpu.errors import InputError
+
+made: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+"""Strategies of several replicas that `tfgpu.strategy` has made, while the script has them."""
+
+
+def forgotten_scope(strategy: tf.distribute.Strategy) -> str | None:
+    """What to say of a model that was built in no scope, though the script has a strategy of several replicas."""
+    replicas = max((each.num_replicas_in_sync for each in made), default=1)
+    is_default = not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy()
+    if replicas == 1 or not is_default:
+        return None
+    return (
+        f"The model was built outside `strategy.scope()`, so it trains on one device, not on the {replicas} replicas "
+        "of your strategy. Build and compile it inside `with strategy.scope():`. If one device is intended, use the "
+        "scope of `tfgpu.strategy('one_device')`."
+    )
 
 
 def is_replicated(strategy: tf.distribute.Strategy | None) -> bool:

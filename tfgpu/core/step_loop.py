@@ -86,6 +86,8 @@ class StepRunner:
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.traffic)
         self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
         self._is_tried = not self._is_replicated or self.strategy.num_replicas_in_sync == 1 or local is not None
+        if self.kind == "train" and (forgotten := replication.forgotten_scope(self.strategy)):
+            _log.warning(forgotten)
         self._retries, self._code = model.run_eagerly and not self._is_tried, None  # a key of eager steps
 
     def __call__(self, batches: Any) -> dict:

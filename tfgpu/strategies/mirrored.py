@@ -5,7 +5,7 @@ import tensorflow as tf
 from tfgpu import environment
 from tfgpu.compat import distribute
 from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
-from tfgpu.core import collectives
+from tfgpu.core import collectives, replication
 from tfgpu.core.row_mixing import choices
 from tfgpu.parallel import remote_devices, replicas
 from tfgpu.repairs import batch_normalization
@@ -62,4 +62,5 @@ def mirrored(
     if bytes_per_pack is not None:
         collectives.set_bytes_per_pack(made, bytes_per_pack)
     made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
+    replication.made.add(made)
     return settings.choose(communication.compress(made, reduce_dtype, top_k), checks)

@@ -6,6 +6,7 @@ from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import devices_initialized, worker_devices
 from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
+from tfgpu.core import replication
 from tfgpu.core.dealing import sharing
 from tfgpu.core.randomness import data_order
 from tfgpu.core.row_mixing import choices
@@ -93,8 +94,8 @@ def multi_worker(
     made = _make(found, chosen, tf.distribute.experimental.CommunicationOptions(implementation=implementation))
     communication.set_up(made, all_reduce, bytes_per_pack)
     made = sharing.choose(batch_normalization.choose_moments(made, batch_norm), python_data)
-    made = communication.compress(choices.choose_unproven(made, unproven), reduce_dtype, top_k)
-    return settings.choose(made, checks)
+    replication.made.add(made)
+    return settings.choose(communication.compress(choices.choose_unproven(made, unproven), reduce_dtype, top_k), checks)
 
 
 def _training_jobs(cluster: Cluster) -> dict[str, list[str]]:
