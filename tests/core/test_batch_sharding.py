@@ -57,12 +57,13 @@ def test_structures_ragged_and_sparse():
 def test_unequal_parts_are_refused():
     with pytest.raises(ValueError, match="the same number of rows"):
         batch_sharding.replica_batch((tf.zeros([4, 1]), tf.zeros([3])), 0, 2)
-    unknown = tf.function(
-        lambda x, y: batch_sharding.replica_batch((x, y), 0, 2).data,
-        input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])],
-    )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="the same number of rows"):
-        unknown(tf.zeros([4]), tf.zeros([3]))
+    for rows in (None, 4):  # of the first part
+        unknown = tf.function(
+            lambda x, y: batch_sharding.replica_batch((x, y), 0, 2).data,
+            input_signature=[tf.TensorSpec([rows]), tf.TensorSpec([None])],
+        )
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the same number of rows"):
+            unknown(tf.zeros([4]), tf.zeros([3]))
 
 
 OTHER_LENGTHS_SCRIPT = """

@@ -42,6 +42,23 @@ class Warm(keras.Model):
         return {"loss": loss}
 
 
+class Waits(Warm):
+    """The variance counts from the 120th step on."""
+
+    start = 120
+
+    def warmth(self):
+        return ops.cast(self.optimizer.iterations >= self.start, "float32")
+
+
+class WaitsByOwn(Waits):
+    """Counts its steps in a float."""
+
+    def warmth(self):
+        self.weight.assign_add(1.0)
+        return ops.cast(self.weight > self.start, "float32")
+
+
 class Raised(Warm):
     """A callback raises the weight, which is 0 in the first epoch."""
 
@@ -87,6 +104,16 @@ def trained(kind, devices):
         model.compile(keras.optimizers.SGD(0.3))
     logs = model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=[Raises()]).history
     return [*model.get_weights(), logs["loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Waits, WaitsByOwn])
+def test_what_waits_for_more_steps_than_a_trial_runs_is_found(kind, caplog):
+    with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        model = kind()
+        model.compile("sgd")
+    model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
+    assert f"`{kind.__name__}.train_step` mixes rows" in caplog.text
 
 
 @pytest.mark.slow

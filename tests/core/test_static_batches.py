@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfgpu
 from tfgpu import strategies
 
 X = np.arange(8.0, dtype="float32").reshape(8, 1) / 8
@@ -77,3 +78,32 @@ def trained(strategy, *, batch, is_static):
 def test_an_unreduced_loss_of_one_row_per_replica_is_a_sum(replicas, is_static):
     alone = trained(strategies.one_device("CPU:0"), batch=replicas, is_static=is_static)
     assert trained(strategies.mirrored(replicas), batch=replicas, is_static=is_static) == pytest.approx(alone, abs=1e-6)
+
+
+class OfOneGraph(keras.layers.Layer):
+    """Passes messages along the edges of one graph, whose nodes are all rows of a batch: it takes no fewer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.edges = np.random.default_rng(0).uniform(size=(10, 10)).astype("float32")
+
+    def call(self, x):
+        return tf.constant(self.edges) @ self.dense(x)
+
+
+@pytest.mark.parametrize("trains", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_layer_for_one_batch_size_gets_all_rows(trains):
+    x, found = np.random.default_rng(1).normal(size=(10, 4)).astype("float32"), []
+    for strategy in (tfgpu.strategy("one_device", "CPU:0"), tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), OfOneGraph(), OfOneGraph()])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        if trains:
+            model.fit(x, x[:, :3], batch_size=10, epochs=2, verbose=0)
+            found.append([model.evaluate(x, x[:, :3], batch_size=10, verbose=0), *model.get_weights()])
+        else:
+            found.append([model.predict(x, batch_size=10, verbose=0)])
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)

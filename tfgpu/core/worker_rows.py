@@ -181,9 +181,9 @@ def common_rows(values: list) -> int | tf.Tensor:
     static = {v.shape[0] for v in values} - {None}
     if len(static) > 1:
         raise ValueError(f"{_UNEQUAL} Received: {sorted(static)} rows.")
-    total = static.pop() if static and all(v.shape[0] for v in values) else rows_in(values[0])
-    if isinstance(total, int):
-        return total
+    if static and all(v.shape[0] is not None for v in values):
+        return static.pop()
+    total = rows_in(values[0])
     checks = [tf.debugging.assert_equal(rows_in(v), total, _UNEQUAL) for v in values[1:]]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(total)

@@ -5,9 +5,10 @@ https://github.com/keras-team/keras/issues/20861.
 """
 
 import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
@@ -104,19 +105,32 @@ def build_from_spec() -> None:
         if training.strategy_of(self) is not None and _is_built(self):
             return None
         _name_assignments_of_build(self)
+        batches = [data_batch]
         if iterator is not None and training.strategy_of(self) is not None:
-            data_batch = _batch_of(iterator)
+            batches = _batches_of(iterator, self)
         try:
             with _scope_of(self), _optimizer_built_by_step(self), _chosen_by_step(self), _uncounted(self):
-                if training.strategy_of(self) is not None and not _is_dense(data_batch):
-                    training.build_on_specs(self, data_batch)
-                return stock(self, None, data_batch)
+                return _with_first_that_fits(functools.partial(_build, stock, self), batches)
         except Exception as error:  # a user's model may raise anything
             is_keras_s = type(self).train_step is TensorFlowTrainer.train_step and not self.run_eagerly
             if iterator is None or is_keras_s:
                 raise
             # The data may suit only the model's own `train_step`, or an eager one, which builds the rest as it runs.
             _log.debug("The model was not built from the data's spec: %s", error)
+
+
+def _build(stock, model, batch):
+    if training.strategy_of(model) is not None and not _is_dense(batch):
+        training.build_on_specs(model, batch)
+    return stock(model, None, batch)
+
+
+def _with_first_that_fits(build: Callable, batches: list):
+    """What `build` makes of the first batch that it takes; the error of the last one if it takes none."""
+    for batch in batches[:-1]:
+        with contextlib.suppress(Exception):  # a user's model may raise anything
+            return build(batch)
+    return build(batches[-1])
 
 
 @contextlib.contextmanager
@@ -191,13 +205,24 @@ def build_now(model, iterator) -> None:
     """Creates the variables that the first step on this data would create: layers', metrics' and the loss's."""
     if not _is_built(model):
         with _scope_of(model):
-            training.build_symbolically(model, _batch_of(iterator))
+            batches = _batches_of(iterator, model)
+            _with_first_that_fits(functools.partial(training.build_symbolically, model), batches)
 
 
-def _batch_of(iterator):
-    """What one replica gets, as specs."""
+def _batches_of(iterator, model) -> list:
+    """A replica's rows of a batch, as specs; then all rows, if their number is known, for code that takes no fewer."""
     spec = training.dataset_of(iterator).element_spec
-    return tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, batch_sharding.ReplicaBatch) else spec)
+    if not isinstance(spec, batch_sharding.ReplicaBatch):
+        return [tf.nest.map_structure(_one_replica, spec)]
+    own, count = tf.nest.map_structure(_one_replica, spec.data), model.distribute_strategy.num_replicas_in_sync
+
+    def whole(each):  # shards of a known size are all of the same
+        if type(each) is not tf.TensorSpec or not each.shape.rank or each.shape[0] is None:
+            return each
+        return tf.TensorSpec([each.shape[0] * count, *each.shape[1:]], each.dtype)
+
+    both = [own, tf.nest.map_structure(whole, own)]
+    return both if tf.nest.flatten(both[0]) != tf.nest.flatten(both[1]) else both[:1]
 
 
 def _is_dense(batch) -> bool:

@@ -125,16 +125,21 @@ def own_rows(leaf: object, has_rows: bool | None = None) -> object:
         return leaf
     facts = batch_rows.known_rows()
     total, local = tf.get_static_value(facts.total), tf.get_static_value(facts.local)
-    leading = leaf.shape[0]
-    if has_rows is None:
+    leading, says_shape = leaf.shape[0], has_rows is None
+    if says_shape:
         has_rows = leading is None or (total is not None and bool(leading) and leading % int(total) == 0)
-    if not has_rows:
+    is_told_later = not has_rows and says_shape and total is None and bool(leading)
+    if not (has_rows or is_told_later):
         return leaf
     each = tf.shape(leaf)[0] // facts.total
-    first, least = facts.offset * each, 0 if step_context.step() is None else 1  # a step has a stand-in row for none
+    least = 0 if step_context.step() is None else 1  # a step has a stand-in row for none
+    first, after = facts.offset * each, (facts.offset + tf.maximum(facts.local, least)) * each
+    if is_told_later:
+        are_rows = tf.equal(leading, facts.total)
+        first, after = tf.where(are_rows, first, 0), tf.where(are_rows, after, leading)
 
     def cut(rows: tf.Tensor) -> tf.Tensor:
-        found = rows[first : first + tf.maximum(facts.local, least) * each]
+        found = rows[first:after]
         if None in (leading, total, local):
             return found
         return tf.ensure_shape(found, [max(int(local), least) * (leading // int(total)), *rows.shape[1:]])

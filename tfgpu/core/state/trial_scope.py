@@ -14,7 +14,7 @@ from tfgpu.compat.keras import StatelessScope
 from tfgpu.core import step_context
 from tfgpu.core.state import layer_state
 
-_LATER, BETWEEN = 97, 0.7
+LATER, BETWEEN = 97, 0.7
 """What is added to counters, and what numbers are that are 0 or 1, as after many steps."""
 _OF_METRICS = {"update_state", "result", "reset_state", "__init__", "build"}
 
@@ -53,22 +53,23 @@ class Apart(StatelessScope):
         is_later: counters are read as after many steps, and scalars that are 0 or 1 as another number: a loss that is
             warmed up has no weight in the first step, and a share of rows that falls begins with all. Of TensorFlow's
             own, until `restore`.
+        beyond: a number of steps that code compares its counters with, which they are beyond then; 0: none.
 
     Attributes:
         made: Keras variables that the step has made.
         own_reads: paths of metrics' variables that were read by code of no metric: each replica has values of its own.
     """
 
-    def __init__(self, plain: Sequence[tf.Variable] = (), *, is_later: bool = False):
+    def __init__(self, plain: Sequence[tf.Variable] = (), *, is_later: bool = False, beyond: int = 0):
         super().__init__(collect_losses=True)
-        self._is_later, self._is_holding = is_later, False
+        self._is_later, self._is_holding, self._beyond = is_later, False, beyond
         self.made: list[keras.Variable] = []
         self.own_reads: set[str] = set()
         self._variables, self._begun, self._held = {}, {}, {}
         self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
         for copy, value in self._copies if is_later else ():
             if _is_number(copy):
-                copy.assign(later(value))
+                copy.assign(later(value, beyond))
         self._plain = [(each, variables.local_value(each)) for each in plain]
         self._made_plain: list[tuple[tf.Variable, tf.Tensor]] = []
 
@@ -96,7 +97,7 @@ class Apart(StatelessScope):
         if variable.synchronization == "on_read" and not _is_in_metric():
             self.own_reads.add(variable.path)
         if found is None and self._is_later and is_counter(variable):
-            self.begin_with(variable, self._as_variable(later(variables.held(variable))))
+            self.begin_with(variable, self._as_variable(later(variables.held(variable), self._beyond)))
             return super().get_current_value(variable)
         return variables.held(variable) if found is None else found
 
@@ -174,11 +175,16 @@ def _is_number(variable: keras.Variable | tf.Variable) -> bool:
     return (dtype.is_integer or dtype.is_floating) and tf.TensorShape(variable.shape).rank == 0
 
 
-def later(value: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """A counter's value after many steps."""
+def later(value: tf.Variable | tf.Tensor, beyond: int = 0) -> tf.Tensor:
+    """A counter's value after many steps: beyond a number that code compares it with, if there is one.
+
+    Example:
+        >>> [later(tf.constant(number)).numpy().item() for number in (2, 3.0)], later(tf.constant(1.0), 500).numpy()
+        ([99, 3.0], np.float32(598.0))
+    """
     now = tf.convert_to_tensor(value)
-    if now.dtype.is_integer:
-        return now + tf.cast(_LATER, now.dtype)
+    if now.dtype.is_integer or beyond:
+        return now + tf.cast(LATER + beyond, now.dtype)
     return tf.where((now == 0) | (now == 1), tf.cast(BETWEEN, now.dtype), now)
 
 

@@ -1,24 +1,30 @@
 """What a function or an object of the user's captures: its integer constants, and TensorFlow's variables.
 
-A label to ignore, the k of a top-k loss: such numbers are in a function's code, its closure, its defaults, its module
-or its object. Elsewhere they are not found.
+A label to ignore, the k of a top-k loss: such numbers are in a function's code, its closure, its defaults, its object,
+its module, or a module or class that it names. Elsewhere they are not found.
 """
 
 import contextlib
 import functools
 import inspect
+import itertools
+import math
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import variables
+from tfgpu.core.state import trial_scope
 
 _LIBRARIES = ("keras", "tensorflow", "tfgpu", "numpy", "builtins", "functools")
-_NUMBERS, _THINGS = 12, 200
+_NUMBERS, _THINGS, _STEPS = 12, 200, 10**7
 _TF_FUNCTION = tf.types.experimental.PolymorphicFunction
+_OF_CLASSES = _TF_FUNCTION, int, float, np.integer, np.floating
 
 
 @dataclass
@@ -37,6 +43,12 @@ class Captures:
     def largest(self, most: int) -> int:
         """The largest whole number up to `most`, or 0."""
         return max((int(each) for each in self.numbers if 0 < each <= most), default=0)
+
+    @property
+    def beyond(self) -> int:
+        """The largest number that may be one of steps, if it is beyond those that a trial tries anyway; else 0."""
+        found = self.largest(_STEPS)
+        return found if found >= trial_scope.LATER else 0
 
     @contextlib.contextmanager
     def preserving_variables(self) -> Iterator[None]:
@@ -57,8 +69,8 @@ def of(thing: object) -> Captures:
     """Searches a function, a partial, a method or an object, and the user's functions that it calls.
 
     Example:
-        >>> of(functools.partial(max, 0.5, 1, -9999)).numbers
-        [-9999]
+        >>> of(functools.partial(max, 0.5, 1, -9999, np.array([50]))).numbers
+        [-9999, 50]
     """
     found, left, seen = Captures(), [thing], set()
     while left and len(seen) < _THINGS:
@@ -66,10 +78,10 @@ def of(thing: object) -> Captures:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, (int, float)):
+        if isinstance(each, (int, float, np.integer, np.floating)):
             is_whole = not isinstance(each, bool) and 1 < abs(each) < 1e12 and each == int(each)
             if is_whole and each not in found.numbers and len(found.numbers) < _NUMBERS:
-                found.numbers.append(each)
+                found.numbers.append(each.item() if isinstance(each, np.generic) else each)
         elif isinstance(each, tf.Variable):
             found.variables.append(each)
         else:
@@ -109,6 +121,10 @@ def _named(thing: object) -> dict[str, object]:
 def _parts(thing: object) -> list:
     if isinstance(thing, (list, tuple)):
         return list(thing[:_NUMBERS])
+    if isinstance(thing, (set, frozenset)):
+        return list(itertools.islice(thing, _NUMBERS))
+    if isinstance(thing, np.ndarray) or (isinstance(thing, tf.Tensor) and hasattr(thing, "numpy")):
+        return _of_array(thing)
     if isinstance(thing, dict):
         return list(thing.values())[:_NUMBERS]
     if isinstance(thing, functools.partial):
@@ -127,7 +143,7 @@ def _parts(thing: object) -> list:
         return []
     attributes = [value for name, value in getattr(thing, "__dict__", {}).items() if not name.startswith("_tfgpu")]
     methods = [value for cls in type(thing).__mro__ if not _is_of_library(cls) for value in vars(cls).values()]
-    return attributes + [each for each in methods if inspect.isfunction(each) or isinstance(each, _TF_FUNCTION)]
+    return attributes + [each for each in methods if inspect.isfunction(each) or isinstance(each, _OF_CLASSES)]
 
 
 def _of_function(function: types.FunctionType) -> list:
@@ -139,9 +155,26 @@ def _of_function(function: types.FunctionType) -> list:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             cells.append(cell.cell_contents)
-    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    used = function.__code__.co_names
+    names = [function.__globals__[name] for name in used if name in function.__globals__]
+    owners = [each for each in (*names, *cells) if isinstance(each, (type, types.ModuleType)) and _is_own(each)]
+    named = [vars(each)[name] for each in owners for name in used if name in vars(each)]
     kept = (function.__kwdefaults__ or {}).values()
-    return [function.__code__, *(function.__defaults__ or ()), *kept, *cells, *names]
+    return [function.__code__, *(function.__defaults__ or ()), *kept, *cells, *names, *named]
+
+
+def _of_array(thing: np.ndarray | tf.Tensor) -> list:
+    """The numbers of a small array or tensor."""
+    shape = tuple(thing.shape)
+    is_small = None not in shape and 0 < math.prod(shape) <= _NUMBERS
+    dtype = thing.dtype.as_numpy_dtype if isinstance(thing, tf.Tensor) else thing.dtype
+    return np.asarray(thing).reshape(-1).tolist() if is_small and np.dtype(dtype).kind in "iuf" else []
+
+
+def _is_own(thing: type | types.ModuleType) -> bool:
+    """Whether a class or a module is the user's."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or ""
+    return name.split(".")[0] not in (*_LIBRARIES, *sys.stdlib_module_names)
 
 
 def _is_of_library(thing: object) -> bool:

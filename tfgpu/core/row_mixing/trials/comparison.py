@@ -195,7 +195,8 @@ def in_float64(value: object) -> np.ndarray:
         >>> in_float64(tf.constant(1.5, tf.bfloat16))  # NumPy alone fails here
         array(1.5)
     """
-    value = value if tf.is_tensor(value) else keras.ops.convert_to_numpy(value)
+    is_tensor = tf.is_tensor(value) and not isinstance(value, keras.Variable)  # whose dtype is a text
+    value = value if is_tensor else keras.ops.convert_to_numpy(value)
     if tf.is_tensor(value) and value.dtype.is_floating and value.dtype.size < 4:
         value = tf.cast(value, tf.float64)
     return np.asarray(keras.ops.convert_to_numpy(value), "float64")

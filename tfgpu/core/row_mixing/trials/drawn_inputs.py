@@ -162,9 +162,27 @@ class DrawnInputs:
         ]
         return Drawn(tensors, draw.rows, draw.is_cut, sizes)
 
+    def marked(self, draw: Drawn) -> Drawn | None:
+        """The same draw with numbers of the code in some rows of floats: a place to leave out, or a value not known.
+
+        Returns:
+            None where the code has no such numbers, or no tensor has rows of floats.
+        """
+        are_meant = [each.rows_each is not None and tf.as_dtype(each.dtype).is_floating for each in self.specs]
+        numbers = float_marks(self._numbers)
+        if not (numbers and any(are_meant)):
+            return None
+        source = np.random.default_rng(0)
+        tensors = [
+            _with_mask_of(tensor, draws.marked(source, tensor, numbers)) if is_meant else tensor
+            for is_meant, tensor in zip(are_meant, draw.tensors, strict=True)
+        ]
+        return Drawn(tensors, draw.rows, draw.is_cut)
+
     def nudged(self, draw: Drawn, by: float) -> list[tf.Tensor]:
         """The tensors of a draw as rounding may make them: all numbers are moved by a part of them."""
-        return [_with_mask_of(each, draws.nudged(each, by)) for each in draw.tensors]
+        marks = float_marks(self._numbers)
+        return [_with_mask_of(each, draws.nudged(each, by, marks)) for each in draw.tensors]
 
     def arguments(self, tensors: list[tf.Tensor], shard: TrialShard) -> tuple[object, list[tf.Tensor]]:
         """The arguments that a replica with these rows gets, and their tensors.
@@ -228,6 +246,16 @@ class DrawnInputs:
         return tensor
 
 
+def float_marks(numbers: Sequence[float]) -> list[float]:
+    """Those of a code's whole numbers that may stand for "none" among floats: many others are sizes.
+
+    Example:
+        >>> float_marks([64, -999, 255.0])
+        [-999, 255.0]
+    """
+    return [number for number in numbers if number < 0 or isinstance(number, float)]
+
+
 def _with_mask_of(tensor: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
     private.set_mask(found, private.get_mask(tensor))
     return found
@@ -259,6 +287,9 @@ def drawn_batches(specs: list, numbers: list[float], rows: int, has_told: Callab
     draw = np.random.default_rng(0)
     nones = [*draws.NONES, *(int(n) for n in numbers if n == int(n) and n not in draws.NONES)]
     has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in specs[1:])
+    marks = float_marks(numbers) if any(getattr(each, "dtype", tf.string).is_floating for each in specs[1:]) else []
+    if marks and not has_labels:
+        nones, has_labels = marks, True
     for how, classes in (("normal", 2), ("positive", 8)):
         yield _batch(draw, specs, how, classes, (), rows)
     while nones and has_labels:
@@ -286,6 +317,8 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, nones: S
     shape = [rows, *known] if spec.shape.rank else []
     if spec.dtype.is_floating:
         values = draws.values(draw, shape, numbers)
+        marks = float_marks([none for none in nones if none not in draws.NONES])
+        values = draws.with_specials(draw, values, marks, _NONES_RATE) if marks and shape else values
     elif spec.dtype.is_integer:
         values = draws.values(draw, shape, "whole", below=classes)
         fitting = [none for none in nones if spec.dtype.min <= none <= spec.dtype.max]

@@ -123,6 +123,14 @@ def with_specials(source: np.random.Generator, drawn: np.ndarray, numbers: Seque
     return found
 
 
+def marked(source: np.random.Generator, tensor: tf.Tensor, numbers: Sequence[float]) -> tf.Tensor:
+    """A tensor with special numbers in every third row, and at some other places."""
+    values = with_special(source, np.asarray(tf.cast(tensor, tf.float32)), numbers[0], 0.15)
+    for row in range(1, len(values), 3):
+        values[row] = numbers[row // 3 % len(numbers)]
+    return cast(values, tensor.dtype)
+
+
 def sized(tensor: tf.Tensor, cut: int, sizes: tuple[float, float]) -> tf.Tensor:
     """A tensor with its rows before `cut` times the first size, and the others times the second.
 
@@ -141,12 +149,19 @@ def sized(tensor: tf.Tensor, cut: int, sizes: tuple[float, float]) -> tf.Tensor:
     return tensor * tf.cast(each, tensor.dtype)
 
 
-def nudged(tensor: tf.Tensor, by: float) -> tf.Tensor:
-    """A tensor whose numbers, if they are no whole ones, are moved by a part of them, as rounding may do."""
+def nudged(tensor: tf.Tensor, by: float, marks: Sequence[float] = ()) -> tf.Tensor:
+    """A tensor whose floats are moved by a part of them, as rounding may do, but for those that stand for "none"."""
     if not tensor.dtype.is_floating:
         return tensor
     signs = np.random.default_rng(1).choice((-1.0, 1.0), tuple(tensor.shape))
-    return tensor * tf.cast(1 + by * signs, tensor.dtype)
+    return keeping(tensor, tensor * tf.cast(1 + by * signs, tensor.dtype), marks)
+
+
+def keeping(tensor: tf.Tensor, moved: tf.Tensor, marks: Sequence[float]) -> tf.Tensor:
+    """The second tensor, with the numbers that the first one has where these are marks."""
+    for mark in marks:
+        moved = tf.where(tensor == tf.cast(mark, tensor.dtype), tensor, moved)
+    return moved
 
 
 def cast(drawn: np.ndarray, dtype: str | tf.DType) -> tf.Tensor:

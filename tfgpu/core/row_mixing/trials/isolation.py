@@ -117,9 +117,10 @@ class Sandbox:
 
     Attributes:
         is_later: runs see the counters as they are after many steps.
+        beyond: as `Apart`'s.
     """
 
-    is_later = False
+    is_later, beyond = False, 0
 
     def __init__(self, *things: object, layers: Iterable[keras.layers.Layer] | None = None):
         self._kept = python_state.Kept([*things, private.thread_state()], layers)
@@ -128,7 +129,7 @@ class Sandbox:
     @contextlib.contextmanager
     def around(self, found: Recorder, seed: int = 0) -> Iterator[Apart]:
         """Surrounds one run, and notes in `found` what it would assign."""
-        scope = Apart(self._kept.variables, is_later=self.is_later)
+        scope = Apart(self._kept.variables, is_later=self.is_later, beyond=self.beyond)
         try:
             with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_assignments() as noted:
                 yield scope

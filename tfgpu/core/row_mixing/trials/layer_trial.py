@@ -161,6 +161,9 @@ class LayerTrial:
         self._is_otherwise = True
         try:
             found = self._judged_in_sizes(draw, whole, decides=decides)
+            if found is None or found.needs is Needs.ITS_ROWS:
+                marked = self._inputs.marked(draw)
+                found = found if marked is None else draws.judged([marked], self._judged).verdict
             if met and (found is None or found.needs is Needs.ITS_ROWS):
                 with nested_graphs.taking_other_branches(nested_graphs.Everywhere()):
                     found = draws.judged([draw], self._judged).verdict
@@ -179,9 +182,10 @@ class LayerTrial:
         judge = functools.partial(self._judged, sought=Sought(decides or has_losses, has_losses, is_sum or has_losses))
         values, found = self._values, None
         for sizes in draws.SIZES if self._close == comparison.CLOSE else draws.SIZES[1:2]:
-            if sizes == draws.SIZES[0]:
+            beyond = self._captured.beyond if sizes == draws.SIZES[-1] else 0
+            if sizes == draws.SIZES[0] or beyond:
                 pairs = zip(self._weights, values, strict=True)
-                self._values = [trial_scope.later(v) if trial_scope.is_counter(each) else v for each, v in pairs]
+                self._values = [trial_scope.later(v, beyond) if trial_scope.is_counter(e) else v for e, v in pairs]
             sized = self._inputs.sized(draw, sizes)
             found = None if sized is None else draws.judged([sized], judge).verdict
             self._values = values

@@ -86,7 +86,8 @@ class MetricTrial:
         if first is None:
             return False
         found = draws.judged([first, other], self._counts_otherwise).verdict
-        return bool(found or draws.judged([last], self._counts_otherwise).verdict)
+        others = [each for each in (last, self._inputs.marked(draw)) if each is not None]
+        return bool(found) or any(draws.judged([each], self._counts_otherwise).verdict for each in others)
 
     def _counts_otherwise(self, draw: Drawn) -> bool | None:
         shard, *halves = isolation.shards_of(draw.rows)

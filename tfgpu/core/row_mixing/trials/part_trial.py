@@ -16,7 +16,7 @@ from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.draw_sizes import Sizes
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.row_mixing.trials import captures, comparison, draws, isolation
-from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry
+from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry, float_marks
 from tfgpu.core.row_mixing.trials.step_recorder import ROWS, Recorder
 from tfgpu.core.state.python_state import GLOBAL_DRAWS
 from tfgpu.core.state.trial_scope import Assigned
@@ -202,7 +202,7 @@ class Trial:
         # Another run shows what rounding does, and whether it draws: the first time, and where that may matter.
         if self._has_again and self._what_differs(whole, found, whole, close=self._close, keeps=False) is None:
             return self._what_differs(whole, found, whole, close=self._close) or ""
-        again = self._recorded(tf.nest.map_structure(_nudged, batch), 0, total, seed=1)
+        again = self._recorded(tf.nest.map_structure(self._nudged, batch), 0, total, seed=1)
         if self._are_other(whole, again) and self._are_other(whole, self._recorded(batch, 0, total, seed=1)):
             raise ValueError("it draws random numbers with tf.random; use keras.random")
         self._has_again = True
@@ -235,6 +235,13 @@ class Trial:
     def _of_size(self, differs: str, batch, scale: Callable[[Gradient], Gradient]) -> str:
         """What differs of code that is not linear in the gradients of its rows; "" for nothing."""
         return differs
+
+    def _nudged(self, value):
+        """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
+        if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
+            return value
+        moved = value * tf.cast(1 + 2.0**-20, value.dtype)
+        return draws.keeping(value, moved, float_marks(self._captured.numbers))
 
     def _are_other(self, whole: Recorder, again: Recorder) -> bool:
         """Whether another run of the whole gave other numbers than rounding explains."""
@@ -335,13 +342,6 @@ def _check_one_copies(whole: Recorder, more: Recorder) -> None:
         first, second = whole.assigned[key], more.assigned.get(key)
         if second is None or not np.array_equal(first.after, second.after, equal_nan=first.after.dtype.kind == "f"):
             raise OneCopy(first.path)
-
-
-def _nudged(value):
-    """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
-    if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
-        return value
-    return value * tf.cast(1 + 2.0**-20, value.dtype)
 
 
 def _total(gradients: list):

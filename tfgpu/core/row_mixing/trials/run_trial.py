@@ -350,7 +350,8 @@ class _RunTrial(Trial):
         ):
             for _ in range(self._calls):
                 outputs = self._function(*args, **kwargs)
-                tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each) and each.dtype.is_floating]
+                tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each)]
+                tensors = [each for each in tensors if tf.as_dtype(each.dtype).is_floating]
                 found.logs += [comparison.in_float64(each) for each in tensors]
         for key in found.scalar_states:  # judged by what the metric was given
             found.assigned.pop(key, None)
