@@ -366,3 +366,39 @@ def test_a_number_of_rows_that_is_always_0_in_the_trial_is_named(caplog):
     ]
     assert said == ["The metric 'sum'", "The metric 'mean'"]
     assert "counts as a sum" in caplog.text and "counts as a mean" in caplog.text
+
+
+def returned(kind, traced, op):
+    """What `strategy.reduce` makes of what a function returns, of two replicas and of one device."""
+    found = []
+    for replicas in (2, 1):
+        loop = Loop(replicas)
+
+        def step(x, y, loop=loop):
+            outputs = loop.model(x)
+            return loop.loss(y, outputs) if kind == "loss" else tf.reduce_mean(outputs)
+
+        inner = tf.function(step) if traced == "inner" else step
+
+        def run(x, y, loop=loop, inner=inner):
+            return loop.strategy.reduce(op, loop.strategy.run(inner, args=(x, y)), axis=None)
+
+        run = tf.function(run) if traced == "outer" else run
+        data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4)
+        found.append([float(run(x, y)) for x, y in loop.strategy.experimental_distribute_dataset(data)])
+    return found
+
+
+@pytest.mark.parametrize("traced", ["outer", "inner", "nothing"])
+@pytest.mark.parametrize(("kind", "op"), [("loss", "MEAN"), ("loss", tf.distribute.ReduceOp.MEAN), ("loss", "SUM")])
+def test_a_mean_of_shares_is_named(kind, op, traced, caplog):
+    found, expected = returned(kind, traced, op)
+    is_mean = op != "SUM"
+    assert caplog.text.count("share of it") == is_mean
+    np.testing.assert_allclose(np.multiply(found, 2 if is_mean else 1), expected, rtol=1e-5)
+
+
+def test_a_mean_of_means_is_one_devices(caplog):
+    found, expected = returned("mean", "outer", "MEAN")
+    assert "share of it" not in caplog.text
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -4,7 +4,15 @@ import keras
 import tensorflow as tf
 
 from tfgpu.core import nested_graphs
-from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, ragged_rows, whole_batch
+from tfgpu.core.row_mixing import (
+    all_rows,
+    coupled_losses,
+    own_layers,
+    own_metrics,
+    ragged_rows,
+    reduced_outputs,
+    whole_batch,
+)
 from tfgpu.core.row_mixing.trials import run_trial, step_recorder
 from tfgpu.repairs import Repair, probes, probing
 
@@ -25,6 +33,7 @@ def show_whole_batch() -> None:
     """Steps of the user's own are tried, and see the whole batch if they mix rows."""
     step_recorder.isolate_trials()
     run_trial.try_functions_of_run()
+    reduced_outputs.warn_of_means()
     nested_graphs.vectorize_apart()
     whole_batch.show_whole_batch()
 

@@ -38,7 +38,7 @@ from tfgpu.core import batch_rows, batch_sharding, extensions, replica_attribute
 from tfgpu.core.randomness import draw_sizes, row_draws, trace_choices, xla_numbers
 from tfgpu.core.randomness.row_draws import DrawShard, RowDraw
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
-from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing import reduced_outputs, row_sums
 from tfgpu.core.row_mixing.trials import step_recorder
 from tfgpu.errors import InputError
 
@@ -84,7 +84,7 @@ def _wrap_run() -> None:
             return stock(self, fn, args, kwargs, options)
         if isinstance(fn, private_tf.Function) and tf.executing_eagerly():
             # replicas meet within it, as in stock TensorFlow
-            return _run_within(self, fn)(*args, **(kwargs or {}))
+            return reduced_outputs.marked(self, fn.python_function, _run_within(self, fn)(*args, **(kwargs or {})))
         body = private_tf.body_of(fn)
         _check_is_not_of_fit(body, args, kwargs or {})
         for observe in extensions.run_observers:
@@ -108,7 +108,7 @@ def _wrap_run() -> None:
             with python.on_replica(), rows, sizes, trace_choices.shared(choices):
                 return fn(*args, **kwargs)
 
-        return stock(self, with_rows, args, kwargs, options)
+        return reduced_outputs.marked(self, body, stock(self, with_rows, args, kwargs, options))
 
 
 def _check_is_not_of_fit(function: Callable, args: tuple, kwargs: dict) -> None:

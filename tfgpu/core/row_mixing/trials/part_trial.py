@@ -50,6 +50,7 @@ class Tried:
         uses_results: it reads results of metrics that it does not return.
         own_reads: paths of metrics' variables that it reads itself.
         scalar_ways: by metric, how it counts one number (`scalar_updates`), in a function that `strategy.run` runs.
+        sums: of a function that `strategy.run` runs, the outputs that are sums over replicas (`reduced_outputs`).
         sizes: of its random draws.
     """
 
@@ -65,6 +66,7 @@ class Tried:
     uses_results: bool = False
     own_reads: list[str] = dataclasses.field(default_factory=list)
     scalar_ways: dict[str, str] = dataclasses.field(default_factory=dict)
+    sums: list[int] = dataclasses.field(default_factory=list)
     sizes: Sizes = Sizes()
 
     def kept(self) -> dict | None:

@@ -19,7 +19,7 @@ from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import batch_sharding, extensions, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.randomness import draw_sizes
-from tfgpu.core.row_mixing import choices, row_sums, scalar_updates, settings, verdicts
+from tfgpu.core.row_mixing import choices, reduced_outputs, row_sums, scalar_updates, settings, verdicts
 from tfgpu.core.row_mixing.trials import captures, comparison, draws
 from tfgpu.core.row_mixing.trials.drawn_inputs import CannotTry, drawn_batches
 from tfgpu.core.row_mixing.trials.part_trial import CLOSE_IN_16_BITS, Trial, Tried
@@ -110,6 +110,7 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
             slots.of(strategy).changes_in_python = slots.get(strategy, "changes_in_python", {}) | kept
             known = slots.get(strategy, "scalar_ways", {})
             slots.of(strategy).scalar_ways = known | {key: tried_now.scalar_ways}
+            slots.of(strategy).sums = slots.get(strategy, "sums", {}) | {key: tried_now.sums}
             draw_sizes.keep(strategy, key, tried_now.sizes)
             is_eager = tf.executing_eagerly()
             replica_attributes.tell(name, tried_now, strategy, tried_now.shared, is_eager=is_eager)
@@ -218,6 +219,7 @@ class _RunTrial(Trial):
         self._at = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, distribute.PerReplica)]
         self._met: tuple | None = None
         self._asks_for_sizes = not self._has_again
+        self._sums: set[int] = set()
         self._fitting: dict[str, set[str]] = {}  # of each metric that gets one number, the ways that all batches show
         self._divides = strategy.num_replicas_in_sync in self._captured.numbers
 
@@ -240,7 +242,8 @@ class _RunTrial(Trial):
 
     def run(self) -> Tried:
         found = super().run()
-        return found if found.differs else dataclasses.replace(found, scalar_ways=scalar_updates.chosen(self._fitting))
+        ways = scalar_updates.chosen(self._fitting)
+        return found if found.differs else dataclasses.replace(found, scalar_ways=ways, sums=sorted(self._sums))
 
     def _found(self) -> str | None:
         differs = super()._found()
@@ -273,6 +276,7 @@ class _RunTrial(Trial):
         fitting = self._fitting_ways(whole, parts, close)
         if keeps:
             self._fitting.update(fitting)
+            self._sums |= reduced_outputs.are_sums(whole.logs, [part.logs for part in parts], close)
         return next((f"the metric {name!r}" for name, ways in fitting.items() if not ways), None)
 
     def _fitting_ways(self, whole: Recorder, parts: list[Recorder], close: float) -> dict[str, set[str]]:
