@@ -170,9 +170,8 @@ class _Call:
         return tree.pack_sequence_as(self._outputs, leaves)
 
     def _check(self) -> None:
-        if any(
-            isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in tree.flatten((self._args, self._kwargs))
-        ):
+        leaves = tree.flatten((self._args, self._kwargs))
+        if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves):
             raise _Cannot("its inputs are ragged or sparse")
         context = replication.replica_context()
         if context is not None and context.num_replicas_in_sync > 1 and self._has(_MEETING):
@@ -260,10 +259,9 @@ class _Call:
             def gradient(*upstream):
                 wanted = sorted(came)  # only results that have a gradient: zeros in its place would count as one
                 came.clear()
+                targets, arrived = [found[at] for at in wanted], [upstream[at] for at in wanted]
                 with tf.device(self._device):
-                    return tape.gradient(
-                        [found[at] for at in wanted], list(given), output_gradients=[upstream[at] for at in wanted]
-                    )
+                    return tape.gradient(targets, list(given), output_gradients=arrived)
 
             return found, gradient
 

@@ -233,10 +233,8 @@ class _Colocated(gradients.GradientExtension):
     def around_sum(self, update: gradients.Update) -> Iterator[gradients.Update]:
         strategy = replication.replica_context().strategy
         if not tf.executing_eagerly() and device_groups.of(strategy) is not None:
-            pairs = zip(update.gradients, update.variables, strict=True)
-            update = dataclasses.replace(
-                update, gradients=[_beside(gradient, variable) for gradient, variable in pairs]
-            )
+            moved = [_beside(*pair) for pair in zip(update.gradients, update.variables, strict=True)]
+            update = dataclasses.replace(update, gradients=moved)
         with colocate_with_inputs():
             yield update
 

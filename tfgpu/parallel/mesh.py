@@ -127,13 +127,11 @@ class Mesh:
         if axis not in AXES:
             raise unknown("axis", axis, AXES)
         others = [name for name in AXES if name != axis]
-        places = itertools.product(*(range(getattr(self, name)) for name in others))
-        return tuple(
-            tuple(
-                self.device(**dict(zip(others, place, strict=True)), **{axis: at}) for at in range(getattr(self, axis))
-            )
-            for place in places
-        )
+        found = []
+        for place in itertools.product(*(range(getattr(self, name)) for name in others)):
+            group = dict(zip(others, place, strict=True))
+            found.append(tuple(self.device(**group, **{axis: at}) for at in range(getattr(self, axis))))
+        return tuple(found)
 
     def __str__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={getattr(self, axis)}' for axis in self._shown())})"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import psutil
 import tensorflow as tf
 
-from tfgpu.compat import distribute, slots
+from tfgpu.compat import distribute, slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import runtime
 from tfgpu.core import extensions
@@ -75,9 +75,8 @@ def server(addresses: Sequence[str], number: int) -> tf.distribute.Server:
     """Starts a TensorFlow server with the devices of this process, as `tfgpu.environment` has set them up."""
     config = runtime().config
     # A stage that waits for another stage must not block the operations that the other one needs.
-    config.inter_op_parallelism_threads = config.inter_op_parallelism_threads or max(
-        len(addresses) + 1, os.cpu_count() or 1
-    )
+    least = max(len(addresses) + 1, os.cpu_count() or 1)
+    config.inter_op_parallelism_threads = config.inter_op_parallelism_threads or least
     spec = tf.train.ClusterSpec({JOB: list(addresses)})
     return tf.distribute.Server(spec, job_name=JOB, task_index=number, protocol="grpc", config=config)
 
@@ -131,11 +130,12 @@ def _end_at_once() -> None:
         os._exit(1)
 
 
-def _lost_error(made: Connection, variables) -> MachineError | None:
+def _lost_error(made: Connection, trained) -> MachineError | None:
     numbers = sorted({*made.lost, *(at for at in range(1, len(made.addresses)) if not made.serves(made.addresses[at]))})
     if not numbers:
         return None
-    devices = {tf.DeviceSpec.from_string(copy.device) for v in variables for copy in _copies(v)}
+    copies = [copy for v in trained for copy in variables.copies(getattr(v, "value", v))]
+    devices = {tf.DeviceSpec.from_string(copy.device) for copy in copies}
     described = []
     for number in numbers:
         own = sorted(f"{number}/{d.device_type}:{d.device_index}" for d in devices if d.task == number)
@@ -145,11 +145,6 @@ def _lost_error(made: Connection, variables) -> MachineError | None:
         "devices are lost. Restart all processes (`tfgpu launch --max-restarts 1` does): the script resumes from its "
         "newest checkpoint (tfgpu.callbacks.Checkpoint)."
     )
-
-
-def _copies(variable) -> Sequence:
-    value = getattr(variable, "value", variable)
-    return getattr(value, "values", [value])
 
 
 def _allow_replicas_anywhere() -> None:
@@ -177,18 +172,14 @@ def _watch(made: Connection) -> None:
     while True:
         time.sleep(CHECK_INTERVAL_S)
         for number, at in answered.items():
-            if made.serves(made.addresses[number]):
+            address = made.addresses[number]
+            if made.serves(address):
                 answered[number] = time.monotonic()
             elif time.monotonic() - at > HEARTBEAT_TIMEOUT_S:
                 if number not in made.lost:
-                    _log.warning(
-                        "Process %d (%s) has not answered for %d s.",
-                        number,
-                        made.addresses[number],
-                        HEARTBEAT_TIMEOUT_S,
-                    )
+                    _log.warning("Process %d (%s) has not answered for %d s.", number, address, HEARTBEAT_TIMEOUT_S)
                 made.lost.add(number)
-                _disconnect(made.addresses[number])
+                _disconnect(address)
 
 
 def _disconnect(address: str) -> None:

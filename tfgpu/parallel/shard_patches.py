@@ -1,4 +1,4 @@
-"""Makes Keras read, write, save and update shards as the one variable that they make.
+"""Puts shards in the place of a variable, and makes Keras read, write, save and update them as that variable.
 
 An optimizer whose update depends on the whole variable would see its shards. On shards along an axis it is refused; for
 shards over replicas see `zero/dealing.py`.
@@ -6,7 +6,7 @@ shards over replicas see `zero/dealing.py`.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -30,6 +30,8 @@ from tfgpu.errors import InputError
 
 _factors = step_context.Slot("shard_patches.factors")
 """By the id of the optimizer: what each gradient is multiplied by, in their order."""
+_NOT_ELEMENTWISE = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+"""Optimizers whose update of a number depends on other numbers of the variable."""
 
 
 def _clip_by_full_norms() -> None:
@@ -102,8 +104,7 @@ def _squared_norms(optimizer, grads: Sequence, variables: Sequence, scale, count
             values = (values + total) / optimizer.gradient_accumulation_steps
         squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(values)))
     totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
-    sharded = [variable for variable in variables if shard_info(variable) is not None]
-    over = {_outermost(variable) for variable in sharded if shard_info(variable).sharding.over_replicas}
+    over = {_outermost(variable) for variable in variables if is_piece(variable)}
     if over and replication.replica_context() is not None:
         keys = [key for key in totals if key in over]
         (summed,) = collectives.sum_small([tf.stack([totals[key] for key in keys])])
@@ -157,10 +158,11 @@ def install_averages() -> None:
 
 
 def _has_pieces(optimizer) -> bool:
-    return any(map(_is_piece, optimizers.trained(optimizer)))
+    return any(map(is_piece, optimizers.trained(optimizer)))
 
 
-def _is_piece(variable) -> bool:
+def is_piece(variable) -> bool:
+    """Whether a variable is a shard of which each replica has its own."""
     info = shard_info(variable)
     return info is not None and info.sharding.over_replicas
 
@@ -169,10 +171,7 @@ def _averages(optimizer) -> Iterator[tuple]:
     """Each full variable with its full average."""
     for target, average in zip(optimizers.trained(optimizer), optimizers.averages(optimizer), strict=True):
         full = full_variable(target)
-        yield tuple(ShardedVariable([each]) if _is_piece(each) else each for each in (full, average))
-
-
-_NOT_ELEMENTWISE = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+        yield tuple(ShardedVariable([each]) if is_piece(each) else each for each in (full, average))
 
 
 def mark_shards(shards: Sequence, sharding: Sharding, path: str, outer: ShardInfo | None = None) -> ShardedVariable:
@@ -198,17 +197,39 @@ def save_merged(layer: keras.layers.Layer) -> None:
     override(layer, "load_own_variables", functools.partial(stock.load_own_variables, layer), by=__name__)
 
 
-def check_optimizer(optimizer) -> None:
-    """Refuses an optimizer whose update of a number depends on other numbers of the variable.
+def replace_variables(layer: keras.layers.Layer, shards_of: Mapping[int, Sequence]) -> None:
+    """Replaces variables of a layer by shards, at the same positions among the layer's variables.
 
-    Raises:
-        InputError: as described.
+    Args:
+        layer: built.
+        shards_of: the shards by the `id` of the variable.
     """
-    if isinstance(optimizer, _NOT_ELEMENTWISE):
-        raise InputError(
-            f"{type(optimizer).__name__} looks at each variable as a whole, and here a variable is sharded. Use an "
-            "optimizer that works element by element (Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
-        )
+    order, may_train = layers.own_variables(layer), {id(variable) for variable in layers.own_trainable(layer)}
+    with layers.unlocked(layer) as (untrack, track):
+        for variable in order:
+            untrack(variable)
+        for variable in order:
+            trains = variable.trainable
+            for each in shards_of.get(id(variable), [variable]):
+                each.trainable = id(variable) in may_train  # of a frozen layer too; Keras keeps two lists
+                track(each)
+                each.trainable = trains
+
+
+def refuse_methods(layer: keras.layers.Layer, names: Sequence[str], changed: str) -> None:
+    """Makes methods of a layer raise an error.
+
+    Args:
+        layer: whose variables are shards.
+        names: of the methods.
+        changed: what a method changes, with the reason why it cannot: `"the kernel of 'dense', which is split"`.
+    """
+
+    def refuse(name: str, *args, **kwargs) -> None:
+        raise InputError(f"`{name}` changes {changed}. Call it on the model in the file that `save` writes.")
+
+    for name in names:
+        override(layer, name, functools.partial(refuse, name), by=__name__, listed="*.enable_lora *.quantize")
 
 
 def is_along_axis(info: ShardInfo | None) -> bool:
@@ -261,6 +282,20 @@ def _merge_weights() -> None:
             return stock(merged(weights))
 
 
+def write_variables(found: Sequence, store) -> None:
+    """Writes variables into the part of a Keras file that is a layer's or an optimizer's, by number."""
+    for at, variable in enumerate(found):
+        store[str(at)] = variable if saving.is_streamed(store) else variable.numpy()
+
+
+def read_variables(layer: keras.layers.Layer, found: Sequence, store) -> None:
+    """Gives a layer's variables what `write_variables` wrote."""
+    if len(store.keys()) != len(found):
+        raise ValueError(f"Layer {layer.name!r} has {len(found)} variables; the file has {len(store.keys())} for it.")
+    for at, variable in enumerate(found):
+        variable.assign(store[str(at)])
+
+
 def _merge_in_files() -> None:
     """For `.keras` and `.weights.h5` files."""
 
@@ -268,24 +303,18 @@ def _merge_in_files() -> None:
     def save_layer(stock, self, store):
         if not has_shards(layers.own_variables(self)):
             return stock(self, store)
-        for at, variable in enumerate(merged(layers.own_variables(self))):
-            store[str(at)] = variable if saving.is_streamed(store) else variable.numpy()
+        write_variables(merged(layers.own_variables(self)), store)
 
     @wrap("keras.layers.Layer.load_own_variables")
     def load_layer(stock, self, store):
         own = layers.own_variables(self)
         if not has_shards(own):
             return stock(self, store)
-        own = merged(own)
-        if len(store.keys()) != len(own):
-            raise ValueError(f"Layer {self.name!r} has {len(own)} variables; the file has {len(store.keys())} for it.")
-        for at, variable in enumerate(own):
-            variable.assign(store[str(at)])
+        read_variables(self, merged(own), store)
 
     @wrap("BaseOptimizer.save_own_variables")
     def save_optimizer(stock, self, store):
-        for at, variable in enumerate(merged(self.variables)):
-            store[str(at)] = variable if saving.is_streamed(store) else variable.numpy()
+        write_variables(merged(self.variables), store)
 
     @wrap("BaseOptimizer.load_own_variables")
     def load_optimizer(stock, self, store):
@@ -299,19 +328,15 @@ def _merge_in_files() -> None:
 def _merge_in_checkpoints() -> None:
     """For `tf.train.Checkpoint`, which would take the first replica's piece."""
 
-    def is_over_replicas(variable) -> bool:
-        info = shard_info(variable)
-        return info is not None and info.sharding.over_replicas
-
     @wrap("Variable.serialize_to_tensors")
     def serialize(stock, self):
-        if not is_over_replicas(self):
+        if not is_piece(self):
             return stock(self)
         return {CHECKPOINT_KEY: tf.constant(ShardedVariable([self]).numpy())}
 
     @wrap("Variable.restore_from_tensors")
     def restore(stock, self, restored_tensors):
-        if not is_over_replicas(self):
+        if not is_piece(self):
             return stock(self, restored_tensors)
         ShardedVariable([self]).assign(restored_tensors[CHECKPOINT_KEY].numpy())
 
@@ -334,6 +359,10 @@ def _merge_in_optimizers() -> None:
 
     @wrap("BaseOptimizer.build")
     def build(stock, self, variables):
-        if any(is_part_in_shape(shard_info(variable)) for variable in variables):
-            check_optimizer(self)
+        has_parts = any(is_part_in_shape(shard_info(variable)) for variable in variables)
+        if has_parts and isinstance(self, _NOT_ELEMENTWISE):
+            raise InputError(
+                f"{type(self).__name__} looks at each variable as a whole, and here a variable is sharded. Use an "
+                "optimizer that works element by element (Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
+            )
         stock(self, variables)

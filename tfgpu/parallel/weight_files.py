@@ -106,10 +106,8 @@ class _Safetensors:
                     f"{self._path} has {name!r} as {view.get_dtype()}, a type that NumPy lacks. Convert the file."
                 )
             dtype = np.dtype(tf.as_dtype(kind).as_numpy_dtype)
-            yield (
-                name,
-                ArraySlices(view.get_shape(), dtype, functools.partial(self._read, name, view.get_shape(), dtype)),
-            )
+            read = functools.partial(self._read, name, view.get_shape(), dtype)
+            yield name, ArraySlices(view.get_shape(), dtype, read)
 
     def _open(self):
         try:

@@ -21,7 +21,7 @@ from types import ModuleType
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import optimizers, training
+from tfgpu.compat import keras_hub, optimizers, training
 from tfgpu.compat.keras import LossScaleOptimizer, in_symbolic_scope, name_scope
 from tfgpu.compat.patch import override, wrap
 from tfgpu.core import batch_rows, collectives, extensions, gradient_weights, gradients, replication, step_context
@@ -36,20 +36,17 @@ from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.zero import gathered_variable
 from tfgpu.parallel.zero import update as zero_update
 
-_FUNCTION = "compute_load_balancing_loss"
-
 
 def _balance(model: keras.Model) -> None:
     """Makes KerasHub's layers within a model balance their experts over all rows, in this process from now on."""
     for layer in model_graph.layers_within(model).values():
-        module = sys.modules[type(layer).__module__]
-        if module.__name__.startswith("keras_hub.") and hasattr(module, _FUNCTION):
-            _of_all_rows(module)
+        if keras_hub.balances(type(layer)):
+            _of_all_rows(sys.modules[type(layer).__module__])
 
 
 @functools.cache
 def _of_all_rows(module: ModuleType) -> None:
-    @wrap(module, _FUNCTION, listed="*_load_balancing_loss")
+    @wrap(module, keras_hub.BALANCE, listed="*_load_balancing_loss")
     def compute(stock, router_logits, num_experts, top_k, attention_mask=None):
         if step_context.current().is_trying:
             return tf.zeros([], router_logits.dtype)  # the layer around is tried without it

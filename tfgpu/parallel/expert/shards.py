@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import keras as keras_private
-from tfgpu.compat import layers, variables
-from tfgpu.compat.patch import override
+from tfgpu.compat import variables
 from tfgpu.core import replication, step_context
 from tfgpu.core.state import replica_values, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
@@ -113,20 +112,12 @@ def spread(layer: keras.layers.Layer, names: Sequence[str], placement, strategy,
     for name in names:
         variable = getattr(layer, name)
         shard = _created(variable, placement, strategy, groups)
-        shards[id(variable)] = shard
+        shards[id(variable)] = [shard]
         object.__setattr__(layer, name, ExpertVariable([shard]))
-    order, may_train = layers.own_variables(layer), {id(each) for each in layers.own_trainable(layer)}
-    with layers.unlocked(layer) as (untrack, track):
-        for variable in order:
-            untrack(variable)
-        for variable in order:
-            each, trains = shards.get(id(variable), variable), variable.trainable
-            each.trainable = id(variable) in may_train  # of a frozen layer, too; Keras keeps two lists
-            track(each)
-            each.trainable = trains
+    shard_patches.replace_variables(layer, shards)
     shard_patches.save_merged(layer)
-    override(layer, "enable_lora", lambda *args, **kwargs: _refuse(layer, "enable_lora"), by=__name__)
-    override(layer, "quantize", lambda *args, **kwargs: _refuse(layer, "quantize"), by=__name__)
+    changed = f"the variables of {layer.name!r}, whose experts are on several devices"
+    shard_patches.refuse_methods(layer, ("enable_lora", "quantize"), changed)
 
 
 def _created(variable: keras.Variable, placement, strategy, groups: Groups) -> keras.Variable:
@@ -141,13 +132,6 @@ def _created(variable: keras.Variable, placement, strategy, groups: Groups) -> k
     shard_patches.mark_shards([shard], ExpertSharding(sizes, groups), variable.path)
     sharded_variable.ShardedVariable([shard]).assign(value)
     return shard
-
-
-def _refuse(layer: keras.layers.Layer, name: str) -> None:
-    raise InputError(
-        f"`{name}` changes the variables of {layer.name!r}, whose experts are on several devices. Call it on the model "
-        "in the file that `save` writes."
-    )
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,9 @@ class SectionPass:
     def _slice(self, batch: list, micro: int) -> dict[int, tf.Tensor]:
         found = {}
         for tensor, value in zip(self.section.inputs, batch, strict=True):
-            is_split = has_batch_axis(tensor)
-            found[id(tensor)] = (
-                map_with_mask(value, lambda whole: self.micro_batches.slice(whole, micro)) if is_split else value
-            )
+            if has_batch_axis(tensor):
+                value = map_with_mask(value, lambda whole: self.micro_batches.slice(whole, micro))
+            found[id(tensor)] = value
         return found
 
     @contextlib.contextmanager

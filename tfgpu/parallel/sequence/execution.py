@@ -9,14 +9,14 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import keras_hub, layers
+from tfgpu.compat import keras_hub, layers, slots
 from tfgpu.compat.keras import in_symbolic_scope, tree
-from tfgpu.compat.patch import override
+from tfgpu.compat.patch import override, wrap
 from tfgpu.core import logits, replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.mesh import Mesh
-from tfgpu.parallel.sequence import attention, hub_blocks, losses, positions, rules
+from tfgpu.parallel.sequence import attention, hub_blocks, positions, rules
 from tfgpu.parallel.sequence.ranks import Group, Rank
 from tfgpu.parallel.tensor import local_shards
 
@@ -28,8 +28,9 @@ def install(model: keras.Model, mesh: Mesh) -> None:
         model: built.
         mesh: with devices.
     """
-    for each in (rules, attention, losses):
-        each.install()
+    rules.install()
+    attention.install()
+    _compute_losses_in_parts()
     hub_blocks.install(model)
     local_shards.draw_seeds_once()
     placements = [
@@ -45,6 +46,34 @@ def install(model: keras.Model, mesh: Mesh) -> None:
         return _Run(model, stock, [each.local_device for each in placements], args, kwargs).outputs()
 
     override(model, "call", call, by=__name__)
+
+
+@functools.cache
+def _compute_losses_in_parts() -> None:
+    """Computes the cross-entropy and the accuracy of outputs in parts where the parts are, without gathering them."""
+
+    @wrap("nn.sparse_categorical_crossentropy")
+    def sparse(stock, target, output, from_logits=False, axis=-1):
+        found = logits.noted(output, "sequence_parts")
+        if found is None or not from_logits or axis not in (-1, len(output.shape) - 1) or len(output.shape) < 3:
+            return stock(target, output, from_logits, axis)
+        parts, devices = found
+
+        def losses(own, part):
+            return stock(own, tf.cast(part, output.dtype), from_logits, axis)
+
+        own = tf.split(tf.convert_to_tensor(target), len(parts), 1)
+        return tf.concat(positions.on_each(losses, devices, own, parts), 1)
+
+    @wrap("numpy.argmax")
+    def argmax(stock, x, axis=None, keepdims=False):
+        found = logits.noted(x, "sequence_parts")
+        if found is None or keepdims or len(x.shape) < 3 or axis not in (-1, len(x.shape) - 1):
+            return stock(x, axis, keepdims)
+        parts, devices = found
+        # In int64, because concatenating int32 works in host memory.
+        found = positions.on_each(lambda part: tf.cast(stock(part, -1, False), tf.int64), devices, parts)
+        return tf.cast(tf.concat(found, 1), tf.int32)
 
 
 class _Run:
@@ -76,9 +105,8 @@ class _Run:
         tape = tf.GradientTape()
         with tape:
             tape.watch(given)
-            split = positions.split(
-                tree.pack_sequence_as(self._given, leaves), group.length, group.devices, range(2, 9)
-            )
+            whole = tree.pack_sequence_as(self._given, leaves)
+            split = positions.split(whole, group.length, group.devices, range(2, 9))
 
             def call(rank: Rank):
                 args, kwargs = split[rank.at]
@@ -169,7 +197,7 @@ class _Output:
                 if mask is not None:
                     positions.set_mask(value, mask)
         if count > 1:
-            losses.remember_parts(value, parts, self._group.devices)
+            slots.of(value).sequence_parts = tuple(parts), self._group.devices
         results[self._at] = value
 
 

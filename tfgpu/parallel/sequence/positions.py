@@ -31,17 +31,17 @@ def mark_alike(structure: object) -> object:
 
 def cut(value: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
     """An equal part of the positions on each device, with its part of the mask."""
-    parts = _on_each(tf.split(value, len(devices), 1), devices)
+    parts = on_each(tf.identity, devices, tf.split(value, len(devices), 1))
     mask = get_mask(value)
     if mask is not None:
-        for part, own in zip(parts, _on_each(tf.split(mask, len(devices), 1), devices), strict=True):
+        for part, own in zip(parts, on_each(tf.identity, devices, tf.split(mask, len(devices), 1)), strict=True):
             set_mask(part, own)
     return parts
 
 
 def copied(value: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
     """The same tensor on each device, marked."""
-    copies, mask = _on_each([value] * len(devices), devices), get_mask(value)
+    copies, mask = on_each(tf.identity, devices, [value] * len(devices)), get_mask(value)
     for each in copies:
         mark_alike(each)
         if mask is not None:
@@ -91,10 +91,6 @@ def on_each(function: Callable, devices: Sequence[str], *columns: Sequence) -> l
         with tf.device(device):
             found.append(function(*row))
     return found
-
-
-def _on_each(values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
-    return on_each(tf.identity, devices, values)
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,7 @@ class VariableSplit:
 
 def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
     """The splits of a column-parallel layer: by its outputs."""
-    if isinstance(layer, keras.layers.Dense):
-        axis = 1
-    elif isinstance(layer, keras.layers.EinsumDense):
-        axis = _einsum(layer, "column")[0]
-    else:
-        axis = len(layer.kernel.shape) - 1
+    axis = _kernel_axis(layer, "column")
     found = [*_kernel(layer, "column", axis), *lora(layer, axis)]
     if layer.bias is None:
         return found
@@ -40,13 +35,15 @@ def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
 
 def rows(layer: keras.layers.Layer) -> list[VariableSplit]:
     """The splits of a row-parallel layer: by its inputs. Its bias stays whole."""
-    if isinstance(layer, keras.layers.Dense):
-        axis = 0
-    elif isinstance(layer, keras.layers.EinsumDense):
-        axis = _einsum(layer, "row")[0]
-    else:
-        axis = len(layer.kernel.shape) - 2
+    axis = _kernel_axis(layer, "row")
     return [*_kernel(layer, "row", axis), *lora(layer, axis)]
+
+
+def _kernel_axis(layer: keras.layers.Layer, style: str) -> int:
+    """The axis along which the kernel of floats is split."""
+    if isinstance(layer, keras.layers.EinsumDense):
+        return _einsum(layer, style)[0]
+    return len(quantized.kernel_shape(layer)) - (1 if style == "column" else 2)
 
 
 def _kernel(layer: keras.layers.Layer, style: str, axis: int) -> list[VariableSplit]:

@@ -23,7 +23,7 @@ from tfgpu.core import step_context
 from tfgpu.core.randomness import rng
 from tfgpu.errors import InputError
 from tfgpu.parallel import compiled_calls, device_placement
-from tfgpu.parallel.tensor import axes, collectives, local_shards, losses
+from tfgpu.parallel.tensor import axes, collectives, local_shards
 from tfgpu.parallel.tensor.blocks import Block, split_style
 from tfgpu.parallel.tensor.parallel_layers import take_input_in_parts
 from tfgpu.parallel.tensor.variable_splits import split_variables
@@ -40,13 +40,8 @@ class _Reached(BaseException):
 def split(block: Block, placements: Sequence[device_placement.DevicePlacement], strategy) -> None:
     """Splits the variables of a block over devices, in place. From now on its `call` runs on them."""
     local_shards.draw_seeds_once()
-    losses.install()
     placements = tuple(placements)
-    by_layer: dict = {}
-    for each in block.splits:
-        by_layer.setdefault(id(each.layer), []).append(each)
-    for splits in by_layer.values():
-        split_variables(splits, placements, strategy)
+    split_variables(block.splits, placements, strategy)
     for style, sublayer in block.sublayers():
         if style == "row":
             take_input_in_parts(sublayer, placements)
@@ -137,7 +132,9 @@ class _Run:
         """What the layer returns."""
         join = self.block.plan.styles.get("call")
         if join is not None:
-            return self._joined([self.run_pass(at) for at in range(len(self.placements))], join)
+            results = [self.run_pass(at) for at in range(len(self.placements))]
+            with device_placement.scope(self.placements[0]):
+                return collectives.sum_terms(results) if join == "sum" else tf.concat(results, join)
         result = self.run_pass(0)
         parts = self.block.plan.results
         further = result[1:] if isinstance(result, (tuple, list)) else ()
@@ -176,11 +173,11 @@ class _Run:
 
     def own_heads(self, parts: Sequence[tf.Tensor], axis: int, heads: int) -> list[tf.Tensor]:
         """Of keys and values that are whole on each device, the head that each device's queries use."""
-        found = []
-        for at, (placement, value) in enumerate(zip(self.placements, parts, strict=True)):
-            with device_placement.scope(placement):
-                found.append(tf.split(value, heads, axis)[at // self.block.repeats])
-        return found
+
+        def head(at: int, value: tf.Tensor) -> tf.Tensor:
+            return tf.split(value, heads, axis)[at // self.block.repeats]
+
+        return collectives.on_each(head, self.placements, range(len(parts)), parts)
 
     def _split_arguments(self, arguments: inspect.BoundArguments) -> list[inspect.BoundArguments]:
         """What `call` is given on each device."""
@@ -211,10 +208,6 @@ class _Run:
             axis = parts[value.shape.rank]
             repeats = self.block.repeats if axis == -2 else 1  # of a cache, by heads of keys
             return tf.concat([value, *others][::repeats], axis)
-
-    def _joined(self, results: Sequence, join: str | int):
-        with device_placement.scope(self.placements[0]):
-            return collectives.sum_terms(results) if join == "sum" else tf.concat(results, join)
 
 
 class _Pass:

@@ -25,7 +25,6 @@ class Block:
         path: the layer's, within the model.
         layer: the layer.
         plan: of its class, or as asked.
-        ways: how many devices.
         splits: how variables are split: the layer's own and its sublayers'.
         counts: by attribute, what a device sees of a number of heads.
         repeats: how many devices share a head of keys and values; 1 where these are split too.
@@ -34,7 +33,6 @@ class Block:
     path: str
     layer: keras.layers.Layer
     plan: TensorPlan
-    ways: int
     splits: tuple[axes.VariableSplit, ...]
     counts: Mapping[str, int]
     repeats: int
@@ -89,7 +87,7 @@ def find(model: keras.Model, ways: int, taken: set[int], wanted: Mapping[str, st
         if id(layer) in seen or model_graph.is_functional(layer):
             continue
         seen.add(id(layer))
-        if split_rules.is_embedding(layer) and _is_wanted(wanted, path, "vocabulary"):
+        if split_rules.is_embedding(layer) and (wanted is None or wanted.get(path) == "vocabulary"):
             reason = split_rules.why_not_split(layer, "vocabulary", ways)
             if reason is None:
                 embeddings.append((path, layer))
@@ -110,10 +108,6 @@ def find(model: keras.Model, ways: int, taken: set[int], wanted: Mapping[str, st
     described = {path.rpartition("/")[0] for path in (note.path for note in notes)}
     notes = [note for note in notes if note.style or note.path not in described]  # what is within has lines of its own
     return blocks, embeddings, notes
-
-
-def _is_wanted(wanted: Mapping | None, path: str, style: str) -> bool:
-    return wanted is None or wanted.get(path) == style
 
 
 def _plan(path: str, layer: keras.layers.Layer, wanted: Mapping | None) -> TensorPlan | None:
@@ -159,9 +153,7 @@ def _resolved(path: str, layer: keras.layers.Layer, plan: TensorPlan, ways: int)
     if keys % ways and ways % keys:
         return f"it has {keys} heads of keys and values, and neither divides the other: {ways} devices"
     repeats = max(ways // keys, 1)
-    if reason := split_rules.why_not_sharded(layer):
-        return reason
-    if reason := _why_not_again(layer):
+    if reason := split_rules.why_not_sharded(layer) or _why_not_again(layer):
         return reason
     splits = []
     for name, style in plan.styles.items():
@@ -177,7 +169,7 @@ def _resolved(path: str, layer: keras.layers.Layer, plan: TensorPlan, ways: int)
             splits += {"column": axes.columns, "row": axes.rows}.get(split_style(style, repeats), lambda _: [])(value)
     if not splits:
         return "it holds none of the layers that its plan names"
-    return Block(path, layer, plan, ways, tuple(splits), _counts(plan, values, ways, repeats), repeats)
+    return Block(path, layer, plan, tuple(splits), _counts(plan, values, ways, repeats), repeats)
 
 
 def _why_not_again(layer: keras.layers.Layer) -> str | None:

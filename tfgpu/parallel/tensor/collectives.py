@@ -25,9 +25,8 @@ def copy_to_all(value: tf.Tensor, placements: Placements) -> list[tf.Tensor]:
     if value.dtype.is_floating:
         with device_placement.scope(placements[0]):  # a custom gradient adds one more operation
             repeated = _repeated(value, placements)
-    return _with_masks(
-        value, _on_each(repeated, placements), lambda mask: _on_each([mask] * len(placements), placements)
-    )
+    copies = on_each(tf.identity, placements, repeated)
+    return _with_masks(value, copies, lambda mask: on_each(tf.identity, placements, [mask] * len(placements)))
 
 
 def _repeated(value: tf.Tensor, placements: Placements) -> list[tf.Tensor]:
@@ -44,15 +43,16 @@ def _repeated(value: tf.Tensor, placements: Placements) -> list[tf.Tensor]:
 
 def scatter(value: tf.Tensor, placements: Placements, axis: int) -> list[tf.Tensor]:
     """An equal part of the tensor along an axis for each device."""
-    parts = _on_each(tf.split(value, len(placements), axis), placements)
+    parts = on_each(tf.identity, placements, tf.split(value, len(placements), axis))
     return _with_masks(value, parts, lambda mask: [mask] * len(placements))
 
 
-def _on_each(values: Sequence[tf.Tensor], placements: Placements) -> list[tf.Tensor]:
+def on_each(function: Callable, placements: Placements, *columns: Sequence) -> list:
+    """The function's value on each device, of that device's arguments."""
     found = []
-    for placement, value in zip(placements, values, strict=True):
+    for placement, *row in zip(placements, *columns, strict=True):
         with device_placement.scope(placement):
-            found.append(tf.identity(value))
+            found.append(function(*row))
     return found
 
 

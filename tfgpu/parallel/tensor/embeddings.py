@@ -14,7 +14,7 @@ from tfgpu.compat.keras import in_symbolic_scope, set_mask
 from tfgpu.compat.patch import override
 from tfgpu.parallel import device_placement
 from tfgpu.parallel.tensor import axes, collectives, losses
-from tfgpu.parallel.tensor.local_shards import computing
+from tfgpu.parallel.tensor.local_shards import on_shards
 from tfgpu.parallel.tensor.variable_splits import split_variables
 
 _REVERSE = "reverse_embeddings"
@@ -33,7 +33,6 @@ def split(layer: keras.layers.Embedding, placements: Sequence[device_placement.D
 
     A ReversibleEmbedding computes logits by columns: the cross-entropy takes them in parts.
     """
-    losses.install()
     placements = tuple(placements)
     split_variables(splits(layer), placements, strategy)
     table, rows, stock = layers_private.raw_embeddings(layer), layer.input_dim, layer.call
@@ -48,10 +47,8 @@ def split(layer: keras.layers.Embedding, placements: Sequence[device_placement.D
 
     def rows_of(inputs):
         ids = tf.cast(inputs, tf.int64)  # GPUs compute with int32 in the host's memory
-        terms = []
-        for at, (placement, copy) in enumerate(zip(placements, collectives.copy_to_all(ids, placements), strict=True)):
-            with device_placement.scope(placement):
-                terms.append(look_up(at, copy))
+        copies = collectives.copy_to_all(ids, placements)
+        terms = collectives.on_each(look_up, placements, range(len(placements)), copies)
         with device_placement.scope(placements[0]):
             found = collectives.sum_terms(terms)
             if masks_itself and layer.mask_zero:
@@ -59,11 +56,8 @@ def split(layer: keras.layers.Embedding, placements: Sequence[device_placement.D
             return found
 
     def logits_of(inputs):
-        parts = []
         copies = collectives.copy_to_all(inputs, placements)
-        for at, (placement, copy) in enumerate(zip(placements, copies, strict=True)):
-            with device_placement.scope(placement), computing(at, len(placements), -1, []):
-                parts.append(stock(copy, reverse=True))
+        parts = on_shards(lambda at, copy: stock(copy, reverse=True), placements, copies)
         with device_placement.scope(placements[0]):
             joined = tf.concat(parts, -1)
         losses.remember_shards(joined, parts, placements)

@@ -6,7 +6,7 @@ of the device that computes. Seeds are drawn once for all devices.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -17,6 +17,8 @@ from tfgpu.core import step_context
 from tfgpu.core.randomness import rng
 from tfgpu.core.state import sharded_variable
 from tfgpu.parallel import compiled_calls
+from tfgpu.parallel.tensor import collectives
+from tfgpu.parallel.tensor.collectives import Placements
 
 _now = step_context.Slot("tensor.computing")
 """The `_Computing` of this thread."""
@@ -43,6 +45,16 @@ def computing(at: int, count: int, axis: int, seeds: list) -> Iterator[None]:
     """
     with _now.set_to(_Computing(at, seeds)), rng.sharding(rng.DrawShard(axis, at, count)):
         yield
+
+
+def on_shards(compute: Callable, placements: Placements, values: Sequence[tf.Tensor]) -> list:
+    """What each device, which has its shards, computes of its number and its value."""
+
+    def own(at: int, value: tf.Tensor):
+        with computing(at, len(placements), -1, []):
+            return compute(at, value)
+
+    return collectives.on_each(own, placements, range(len(placements)), values)
 
 
 @contextlib.contextmanager

@@ -4,19 +4,17 @@ Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.parallel import device_placement
+from tfgpu.parallel.tensor.collectives import Placements, on_each
 
 CROSS_ENTROPY_SUM = "cross_entropy_sum"
 """The name in a graph of its sums over devices, each of one number per row."""
-
-
-Placements = Sequence[device_placement.DevicePlacement]
 
 
 def remember_shards(joined: tf.Tensor, logits: Sequence[tf.Tensor], placements: Placements) -> None:
@@ -44,24 +42,17 @@ def install() -> None:
 def _cross_entropy(target: tf.Tensor, logits: Sequence[tf.Tensor], placements: Placements) -> tf.Tensor:
     """`log(sum(exp(logits))) - logits[target]` for each row; NaN where no shard has the target."""
 
-    def on_each(function: Callable, *columns) -> list:
-        found = []
-        for placement, *row in zip(placements, *columns, strict=True):
-            with device_placement.scope(placement):
-                found.append(function(*row))
-        return found
-
     def target_logit(at: int, shard: tf.Tensor):
         place = target - sum(each.shape[-1] for each in logits[:at])
         is_here = (place >= 0) & (place < shard.shape[-1])
         value = tf.gather(shard, tf.where(is_here, place, 0), batch_dims=shard.shape.rank - 1)
         return tf.where(is_here, value, 0), tf.cast(is_here, value.dtype)
 
-    maxima = on_each(lambda shard: tf.reduce_max(tf.stop_gradient(shard), -1), logits)
+    maxima = on_each(lambda shard: tf.reduce_max(tf.stop_gradient(shard), -1), placements, logits)
     with device_placement.scope(placements[0]):
         top = tf.reduce_max(tf.stack(maxima), 0)
-    sums = on_each(lambda shard: tf.reduce_sum(tf.exp(shard - top[..., None]), -1), logits)
-    values, hits = zip(*on_each(target_logit, range(len(placements)), logits), strict=True)
+    sums = on_each(lambda shard: tf.reduce_sum(tf.exp(shard - top[..., None]), -1), placements, logits)
+    values, hits = zip(*on_each(target_logit, placements, range(len(placements)), logits), strict=True)
     with device_placement.scope(placements[0]):
         value = tf.add_n(values, name=CROSS_ENTROPY_SUM)
         value = tf.where(tf.add_n(hits) > 0, value, float("nan"))

@@ -23,7 +23,7 @@ from tfgpu.compat.patch import override
 from tfgpu.core import logits
 from tfgpu.parallel import compiled_calls, device_placement, model_graph
 from tfgpu.parallel.tensor import axes, collectives, losses, quantized_splits
-from tfgpu.parallel.tensor.local_shards import computing, draw_seeds_once
+from tfgpu.parallel.tensor.local_shards import computing, draw_seeds_once, on_shards
 from tfgpu.parallel.tensor.variable_splits import split_variables
 
 
@@ -77,13 +77,8 @@ class Segment:
     def split_variables(self, placements: Sequence[device_placement.DevicePlacement], strategy) -> None:
         """Splits the variables over devices. From now on the segment runs on them."""
         draw_seeds_once()
-        losses.install()
         self.placements = tuple(placements)
-        by_layer: dict = {}
-        for split in self.splits:
-            by_layer.setdefault(id(split.layer), []).append(split)
-        for splits in by_layer.values():
-            split_variables(splits, self.placements, strategy)
+        split_variables(self.splits, self.placements, strategy)
         if self.ends_row_parallel:
             take_input_in_parts(self.inner[-1].operation, self.placements)
 
@@ -155,6 +150,9 @@ def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_plac
     name = quantized.call_name(layer)
     stock = getattr(layer, name)
 
+    def term(at: int, value: tf.Tensor) -> tf.Tensor:
+        return compiled_calls.run(layer, axes.term, (layer, value), {}, placements[at].local_device)
+
     @functools.wraps(stock)
     def call(inputs, *args, **kwargs):
         if not isinstance(inputs, (list, tuple)):
@@ -163,11 +161,7 @@ def take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_plac
             total = quantized_splits.row_total(layer, stock, inputs, placements)
             with device_placement.scope(placements[0]):
                 return axes.finished(layer, total)
-        terms = []
-        for at, (placement, value) in enumerate(zip(placements, inputs, strict=True)):
-            with device_placement.scope(placement), computing(at, len(placements), -1, []):
-                device = placement.local_device
-                terms.append(compiled_calls.run(layer, axes.term, (layer, value), {}, device))
+        terms = on_shards(term, placements, inputs)
         with device_placement.scope(placements[0]):
             return axes.finished(layer, collectives.sum_terms(terms))
 

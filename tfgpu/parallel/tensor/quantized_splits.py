@@ -13,13 +13,13 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfgpu.compat import layers, quantized, saving
+from tfgpu.compat import layers, quantized
 from tfgpu.compat.patch import override
-from tfgpu.parallel import compiled_calls, device_placement
+from tfgpu.parallel import compiled_calls, device_placement, shard_patches
 from tfgpu.parallel.tensor import collectives, local_shards
 from tfgpu.parallel.tensor.axes import VariableSplit
-
-_Placements = tuple[device_placement.DevicePlacement, ...]
+from tfgpu.parallel.tensor.collectives import Placements
+from tfgpu.parallel.tensor.local_shards import on_shards
 
 
 def why_not_split(layer: keras.layers.Layer, style: str, ways: int) -> str | None:
@@ -72,7 +72,7 @@ def install(layer: keras.layers.Layer, splits: Sequence[VariableSplit], ways: in
 
 
 def row_total(
-    layer: keras.layers.Layer, stock: Callable, inputs: Sequence[tf.Tensor], placements: _Placements
+    layer: keras.layers.Layer, stock: Callable, inputs: Sequence[tf.Tensor], placements: Placements
 ) -> tf.Tensor:
     """What a row computes on the first device, before its bias and activation.
 
@@ -90,19 +90,19 @@ def row_total(
         with local_shards.attributes(layer, {"bias": None, "activation": None}):
             return stock(value)
 
-    terms = _on_each(placements, lambda at, value: _compiled(layer, term, (value,), placements[at]), inputs)
+    terms = on_shards(lambda at, value: _compiled(layer, term, (value,), placements[at]), placements, inputs)
     with device_placement.scope(placements[0]):
         return collectives.sum_terms(terms)
 
 
-def _int8_total(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor], placements: _Placements) -> tf.Tensor:
-    kernels = _on_each(placements, lambda at, value: tf.convert_to_tensor(layers.raw_kernel(layer)), inputs)
+def _int8_total(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor], placements: Placements) -> tf.Tensor:
+    kernels = on_shards(lambda at, value: tf.convert_to_tensor(layers.raw_kernel(layer)), placements, inputs)
     kernel_scale, axes = tf.convert_to_tensor(layer.kernel_scale), quantized.summed_axes(layer)
     low, high = layer.inputs_quantizer.value_range
 
     @tf.custom_gradient
     def total(*values):
-        largest = _on_each(placements, lambda at, value: ops.max(ops.abs(value), axes, keepdims=True), values)
+        largest = on_shards(lambda at, value: ops.max(ops.abs(value), axes, keepdims=True), placements, values)
         with device_placement.scope(placements[0]):
             _, scale = layer.inputs_quantizer(functools.reduce(ops.maximum, largest), axis=axes)
         scales = collectives.copy_to_all(scale, placements)
@@ -112,18 +112,16 @@ def _int8_total(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor], placemen
             found = _compiled(layer, quantized.product, (layer, rounded, kernels[at]), placements[at])
             return ops.cast(found, "float32")  # whole up to 2^24; a GPU would sum integers on the host
 
-        terms = _on_each(placements, term, values)
+        terms = on_shards(term, placements, values)
         with device_placement.scope(placements[0]):
             product = ops.cast(collectives.sum_terms(terms), layer.compute_dtype)
             result = ops.divide(product, quantized.output_scale(layer, scale, kernel_scale))
 
+        def input_gradient(at, value):
+            return quantized.inputs_gradient(layer, value, kernels[at], kernel_scale)
+
         def gradient(upstream):
-            copies = collectives.copy_to_all(upstream, placements)
-            return _on_each(
-                placements,
-                lambda at, value: quantized.inputs_gradient(layer, value, kernels[at], kernel_scale),
-                copies,
-            )
+            return on_shards(input_gradient, placements, collectives.copy_to_all(upstream, placements))
 
         return result, gradient
 
@@ -131,23 +129,14 @@ def _int8_total(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor], placemen
 
 
 def _with_lora(
-    layer: keras.layers.Layer, total: tf.Tensor, inputs: Sequence[tf.Tensor], placements: _Placements
+    layer: keras.layers.Layer, total: tf.Tensor, inputs: Sequence[tf.Tensor], placements: Placements
 ) -> tf.Tensor:
     """Adds LoRA's product, of which only the narrow tensor between its matrices is summed over the devices."""
-    terms = _on_each(placements, lambda at, value: quantized.product(layer, value, layer.lora_kernel_a), inputs)
+    terms = on_shards(lambda at, value: quantized.product(layer, value, layer.lora_kernel_a), placements, inputs)
     with device_placement.scope(placements[0]):
         added = ops.matmul(collectives.sum_terms(terms), layer.lora_kernel_b)
         total = ops.add(total, (layer.lora_alpha / layer.lora_rank) * added)
         return ops.cast(total, layer.compute_dtype)
-
-
-def _on_each(placements: _Placements, compute: Callable, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """What each device, which has its shards, computes of its number and its value."""
-    found = []
-    for at, (placement, value) in enumerate(zip(placements, values, strict=True)):
-        with device_placement.scope(placement), local_shards.computing(at, len(placements), -1, []):
-            found.append(compute(at, value))
-    return found
 
 
 def _compiled(layer: keras.layers.Layer, compute: Callable, args: tuple, placement) -> tf.Tensor:
@@ -155,14 +144,8 @@ def _compiled(layer: keras.layers.Layer, compute: Callable, args: tuple, placeme
 
 
 def _save(layer: keras.layers.Layer, store) -> None:
-    for at, name in enumerate(quantized.stored_names(layer)):
-        value = getattr(layer, name)
-        store[str(at)] = value if saving.is_streamed(store) else value.numpy()
+    shard_patches.write_variables([getattr(layer, name) for name in quantized.stored_names(layer)], store)
 
 
 def _load(layer: keras.layers.Layer, store) -> None:
-    names = quantized.stored_names(layer)
-    if len(store.keys()) != len(names):
-        raise ValueError(f"Layer {layer.name!r} has {len(names)} variables; the file has {len(store.keys())} for it.")
-    for at, name in enumerate(names):
-        getattr(layer, name).assign(store[str(at)])
+    shard_patches.read_variables(layer, [getattr(layer, name) for name in quantized.stored_names(layer)], store)

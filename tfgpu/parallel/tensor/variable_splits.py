@@ -12,7 +12,7 @@ from tfgpu.compat.patch import override, wrap
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, shard_patches
-from tfgpu.parallel.tensor import axes, quantized_splits
+from tfgpu.parallel.tensor import axes, losses, quantized_splits
 from tfgpu.parallel.tensor.axes import VariableSplit
 from tfgpu.parallel.tensor.local_shards import FirstTermBias, LocalShard
 
@@ -20,15 +20,25 @@ from tfgpu.parallel.tensor.local_shards import FirstTermBias, LocalShard
 def split_variables(
     splits: Sequence[VariableSplit], placements: tuple[device_placement.DevicePlacement, ...], strategy
 ) -> None:
-    """Replaces variables of one layer by their shards, at the same positions among the layer's variables.
+    """Replaces variables of layers by their shards, at the same positions among each layer's variables.
+
+    From now on the cross-entropy takes logits in parts.
 
     Args:
-        splits: of the variables of one layer.
+        splits: of the variables.
         placements: of the shards.
         strategy: the replicas, each of which has a copy of every shard.
     """
     _refuse_old_files()
-    layer = splits[0].layer
+    losses.install()
+    by_layer: dict = {}
+    for split in splits:
+        by_layer.setdefault(id(split.layer), []).append(split)
+    for own in by_layer.values():
+        _split_layer(own[0].layer, own, placements, strategy)
+
+
+def _split_layer(layer: keras.layers.Layer, splits: Sequence[VariableSplit], placements, strategy) -> None:
     shards_of: dict[int, list] = {}
     for split in splits:
         variable = getattr(layer, split.attribute)
@@ -40,15 +50,16 @@ def split_variables(
         shards_of[id(variable)] = shards
         shard_patches.mark_shards(shards, sharded_variable.AxisSharding(split.axis), variable.path)
         object.__setattr__(layer, split.attribute, LocalShard(shards))
-    _replace(layer, shards_of)
+    shard_patches.replace_variables(layer, shards_of)
+    layer.input_spec = None
     if axes.is_convolution(layer):
         override(layer, "call", functools.partial(axes.convolved, layer), by=__name__)
     if quantized.mode(layer) is not None:
         quantized_splits.install(layer, splits, len(placements))
     elif not getattr(layer, "lora_enabled", False):  # whose class saves the sum of the kernel and LoRA's product
         shard_patches.save_merged(layer)
-    override(layer, "enable_lora", functools.partial(_refuse, layer, "enable_lora"), by=__name__)
-    override(layer, "quantize", functools.partial(_refuse, layer, "quantize"), by=__name__)
+    changed = f"the kernel of {layer.name!r}, which is split over devices"
+    shard_patches.refuse_methods(layer, ("enable_lora", "quantize"), changed)
 
 
 def _create_shards(variable: keras.Variable, axis: int, placements, strategy, may_train: bool) -> list[keras.Variable]:
@@ -72,20 +83,6 @@ def _create_shards(variable: keras.Variable, axis: int, placements, strategy, ma
     return found
 
 
-def _replace(layer: keras.layers.Layer, shards_of: dict[int, list]) -> None:
-    order, may_train = layers.own_variables(layer), {id(variable) for variable in layers.own_trainable(layer)}
-    with layers.unlocked(layer) as (untrack, track):
-        for variable in order:
-            untrack(variable)
-        for variable in order:
-            trains = variable.trainable
-            for each in shards_of.get(id(variable), [variable]):
-                each.trainable = id(variable) in may_train  # of a frozen layer too; Keras keeps two lists
-                track(each)
-                each.trainable = trains
-    layer.input_spec = None
-
-
 @functools.cache
 def _refuse_old_files() -> None:
     @wrap("hdf5_format.save_weights_to_hdf5_group")
@@ -96,10 +93,3 @@ def _refuse_old_files() -> None:
                 "that ends with .keras or .weights.h5."
             )
         return stock(group, model)
-
-
-def _refuse(layer: keras.layers.Layer, name: str, *args, **kwargs) -> None:
-    raise InputError(
-        f"`{name}` changes the kernel of {layer.name!r}, which is split over devices. Call it on the model in the file "
-        "that `save` writes."
-    )

@@ -4,7 +4,7 @@ A variable that is dealt has an owner: the replica that holds its slots, updates
 need of it. On the other replicas the copies of the slots hold nothing. Owners are chosen so that all hold about as
 much; where a variable is larger than a replica's share, its owner holds more.
 
-`optimizer_slots.py` builds the optimizer on dealt shards, `owner_exchange.py` moves values to owners and back.
+`optimizer_build.py` builds the optimizer on dealt shards, `owner_exchange.py` moves values to owners and back.
 """
 
 from collections.abc import Sequence

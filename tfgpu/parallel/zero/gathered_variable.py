@@ -28,7 +28,7 @@ from tfgpu.core import collectives, gradient_weights, replication, step_context
 from tfgpu.core.state import layer_state, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
-from tfgpu.parallel import compiled_calls, device_placement, model_graph
+from tfgpu.parallel import compiled_calls, device_placement, model_graph, shard_patches
 from tfgpu.parallel.rematerialization import remat
 from tfgpu.parallel.zero import reduction, sharding, trial_weights
 from tfgpu.repairs import saving
@@ -110,7 +110,7 @@ def shard_parameters(
         config: of stage 3.
     """
     export_full_variables()
-    shards: dict[int, keras.Variable] = {}
+    shards: dict[int, list] = {}
     own: dict[int, list] = {}
     for layer in [model, *model_graph.layers_within(model).values()]:
         if id(layer) in own:  # a layer within two others
@@ -118,9 +118,10 @@ def shard_parameters(
         own[id(layer)] = found = list(layers.own_trainable(layer))
         for variable in found:
             if id(variable) not in shards:
-                shards[id(variable)] = _shard(variable, placement_of(variable), strategy, config)
+                shards[id(variable)] = [_shard(variable, placement_of(variable), strategy, config)]
         if found:
-            _replace(layer, [shards[id(variable)] for variable in found])
+            shard_patches.replace_variables(layer, shards)
+            shard_patches.refuse_methods(layer, ("quantize",), f"the variables of {layer.name!r}, which are sharded")
     for unit in {id(unit): unit for unit in _units(model)}.values():
         inner = [unit, *model_graph.layers_within(unit).values()]
         _gather_while_running(unit, list({id(v): v for layer in inner for v in own[id(layer)]}.values()), inner)
@@ -132,7 +133,7 @@ def export_full_variables() -> None:
 
     @wrap("keras.Model.export")
     def export(stock, self, *args, **kwargs):
-        if not any(map(_is_piece, self.weights)):
+        if not any(map(shard_patches.is_piece, self.weights)):
             return stock(self, *args, **kwargs)
         if not model_graph.is_functional(self):
             raise InputError(
@@ -146,11 +147,6 @@ def export_full_variables() -> None:
             full.export(*args, **kwargs)
 
 
-def _is_piece(variable) -> bool:
-    info = sharded_variable.shard_info(variable)
-    return info is not None and info.sharding.over_replicas
-
-
 def _shard(variable, placement: device_placement.DevicePlacement, strategy, config) -> keras.Variable:
     """The variable's shard; the variable itself holds nothing from now on."""
     shard = sharding.create_shard(variable, placement, strategy, config)
@@ -160,23 +156,6 @@ def _shard(variable, placement: device_placement.DevicePlacement, strategy, conf
     sharded_variable.ShardedVariable([shard]).assign(variables.take_value(variable))  # frees its memory
     variable.__class__ = GatheredVariable
     return shard
-
-
-def _replace(layer: keras.layers.Layer, shards: Sequence[keras.Variable]) -> None:
-    with layers.unlocked(layer) as (untrack, track):
-        for variable, shard in zip(list(layers.own_trainable(layer)), shards, strict=True):
-            untrack(variable)
-            trains, shard.trainable = shard.trainable, True  # otherwise it would be tracked as never trainable
-            track(shard)
-            shard.trainable = trains
-    override(layer, "quantize", functools.partial(_refuse, layer, "quantize"), by=__name__)
-
-
-def _refuse(layer: keras.layers.Layer, name: str, *args, **kwargs) -> None:
-    raise InputError(
-        f"`{name}` changes the variables of {layer.name!r}, which are sharded. Call it on the model in the file that "
-        "`save` writes."
-    )
 
 
 def _units(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
@@ -298,7 +277,9 @@ def _all_gather(
         def gradient(*upstream):
             wanted = [v.trainable and id(v) in reads for v in gathered]
             wide = [_cast(g, p.dtype) if want else None for g, p, want in zip(upstream, pieces, wanted, strict=True)]
-            return _reduce(wide, shards)
+            facts = step_context.step()
+            weighed = gradient_weights.weigh(wide, facts is not None and facts.loss_is_divided)  # by rows
+            return reduction.reduce_pieces(weighed, shards, scatter=True)
 
         return reduction.all_gather(sent, shards), gradient
 
@@ -327,13 +308,6 @@ def _cast(gradient, dtype: tf.DType):
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
     return tf.cast(gradient, dtype)
-
-
-def _reduce(grads: list, shards: Sequence) -> list:
-    """This replica's pieces of the sums over all replicas, weighed by rows; None stays None."""
-    facts = step_context.step()
-    grads = gradient_weights.weigh(grads, facts is not None and facts.loss_is_divided)
-    return reduction.reduce_pieces(grads, shards, scatter=True)
 
 
 def _full_value(shard) -> tf.Tensor:

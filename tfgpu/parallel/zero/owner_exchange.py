@@ -43,14 +43,12 @@ def sum_at_owners(parts: Sequence, targets: Sequence, *, scatter: bool) -> list:
     for at, total in zip(whole, collectives.sum_gradients([parts[at] for at in whole]), strict=True):
         found[at] = total if is_held(targets[at]) else None
     rest = [at for at, each in enumerate(is_whole) if not each]
-    for bucket, device in _buckets(rest, parts, targets, owners_of):
+    for bucket, device, dtype in _buckets(rest, parts, targets, owners_of):
         with tf.device(device):
-            rows = _rows(bucket, lambda at: tf.reshape(tf.convert_to_tensor(parts[at]), [-1]))
+            rows = _rows(bucket, dtype, lambda at: tf.reshape(tf.convert_to_tensor(parts[at]), [-1]))
             (narrow,) = travel.to_reduce_dtype([rows])
             (total,) = travel.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [rows])
-            own = bucket[this_replica()]
-            sizes = [int(np.prod(full_shape(targets[at]))) for at in own]
-            for at, value in zip(own, _split(total, sizes), strict=True):
+            for at, value in _values_in(total, bucket[this_replica()], targets, _size):
                 found[at] = tf.reshape(value, full_shape(targets[at]))
     return found
 
@@ -63,16 +61,14 @@ def send_from_owners(values: Sequence, targets: Sequence) -> list[tf.Tensor]:
         targets: the dealt shards, one for each.
     """
     found: list = [None] * len(values)
-    for bucket, device in _buckets(range(len(values)), values, targets, _sender):
+    for bucket, device, dtype in _buckets(range(len(values)), values, targets, _sender):
         with tf.device(device):
-            length = max(sum(int(np.prod(full_shape(targets[at]))) for at in row) for row in bucket)
             own = [tf.reshape(tf.convert_to_tensor(values[at]), [-1]) for at in bucket[this_replica()]]
-            row = _padded(own, length, values[next(at for row in bucket for at in row)].dtype)
+            row = _padded(own, max(sum(_size(targets[at]) for at in held) for held in bucket), dtype)
         rows = shard_collectives.all_gather(row, device)
         with tf.device(device):
             for replica, held in enumerate(bucket):
-                sizes = [int(np.prod(full_shape(targets[at]))) for at in held]
-                for at, value in zip(held, _split(rows[replica], sizes), strict=True):
+                for at, value in _values_in(rows[replica], held, targets, _size):
                     found[at] = tf.reshape(value, full_shape(targets[at]))
     return found
 
@@ -90,15 +86,13 @@ def pieces_to_owners(pieces: Sequence, targets: Sequence) -> list:
             total = _whole_slices(piece, targets[at])
             found[at] = total if is_held(targets[at]) else None
     dense = [at for at, piece in enumerate(pieces) if not isinstance(piece, tf.IndexedSlices)]
-    for bucket, device in _buckets(dense, pieces, targets, owners_of):
+    for bucket, device, dtype in _buckets(dense, pieces, targets, owners_of):
         with tf.device(device):
-            rows = _rows(bucket, lambda at: tf.convert_to_tensor(pieces[at]))
+            rows = _rows(bucket, dtype, lambda at: tf.convert_to_tensor(pieces[at]))
         rows = shard_collectives.all_to_all(rows, device)
-        own = bucket[this_replica()]
         with tf.device(device):
-            for at, value in zip(own, _split(rows, [_piece_size(targets[at]) for at in own]), strict=True):
-                sizes = full_shape(targets[at])
-                found[at] = tf.reshape(tf.reshape(value, [-1])[: int(np.prod(sizes))], sizes)
+            for at, value in _values_in(rows, bucket[this_replica()], targets, _piece_size):
+                found[at] = tf.reshape(tf.reshape(value, [-1])[: _size(targets[at])], full_shape(targets[at]))
     return found
 
 
@@ -111,17 +105,14 @@ def pieces_from_owners(values: Sequence, targets: Sequence) -> list[tf.Tensor]:
     """
     found: list = [None] * len(values)
     count = replication.replica_context().num_replicas_in_sync
-    for bucket, device in _buckets(range(len(values)), values, targets, _sender):
+    for bucket, device, dtype in _buckets(range(len(values)), values, targets, _sender):
         with tf.device(device):
-            length = max(sum(_piece_size(targets[at]) for at in row) for row in bucket)
             own = [_cut(values[at], targets[at], count) for at in bucket[this_replica()]]
-            rows = _padded(own, length, values[next(at for row in bucket for at in row)].dtype, lead=[count])
-        rows = shard_collectives.all_to_all(rows, device)
+            row = _padded(own, max(sum(_piece_size(targets[at]) for at in held) for held in bucket), dtype, [count])
+        rows = shard_collectives.all_to_all(row, device)
         with tf.device(device):
             for replica, held in enumerate(bucket):
-                sizes = [_piece_size(targets[at]) for at in held]
-                found_here = _split(rows[replica], sizes)
-                for at, value in zip(held, found_here, strict=True):
+                for at, value in _values_in(rows[replica], held, targets, _piece_size):
                     found[at] = value
     return found
 
@@ -130,14 +121,18 @@ def _sender(target) -> tuple[int, ...]:
     return owners_of(target)[:1]
 
 
+def _size(target) -> int:
+    return int(np.prod(full_shape(target)))
+
+
 def _piece_size(target) -> int:
     return flat_of(target).shape[0]
 
 
 def _buckets(
     places: Sequence[int], values: Sequence, targets: Sequence, holders: Callable
-) -> Iterator[tuple[Bucket, str]]:
-    """Groups the positions of values that go into one collective, with the device on which this replica has them.
+) -> Iterator[tuple[Bucket, str, tf.DType]]:
+    """Groups the positions of values that go into one collective, with this replica's device of them and their dtype.
 
     Each row of a bucket takes up to the size of its largest value, or a replica's part of `PACK_BYTES`, so that little
     is padded.
@@ -147,12 +142,12 @@ def _buckets(
     for at in places:
         groups.setdefault((values[at].dtype, state_of(targets[at]).placement.devices), []).append(at)
     for (dtype, _), group in groups.items():
-        size_of = {at: dtype.size * int(np.prod(full_shape(targets[at]))) for at in group}
+        size_of = {at: dtype.size * _size(targets[at]) for at in group}
         by_size = sorted(group, key=lambda at: -size_of[at])
         left = [[at for at in by_size if replica in holders(targets[at])] for replica in range(count)]
         while any(left):
             most = max(collectives.PACK_BYTES // count, *(size_of[queue[0]] for queue in left if queue))
-            yield [_take(queue, size_of, most) for queue in left], device_of(targets[group[0]])
+            yield [_take(queue, size_of, most) for queue in left], device_of(targets[group[0]]), dtype
 
 
 def _take(queue: list[int], size_of: dict[int, int], most: int) -> list[int]:
@@ -164,11 +159,10 @@ def _take(queue: list[int], size_of: dict[int, int], most: int) -> list[int]:
     return taken
 
 
-def _rows(bucket: Bucket, flat: Callable) -> tf.Tensor:
+def _rows(bucket: Bucket, dtype: tf.DType, flat: Callable) -> tf.Tensor:
     """A row for each replica: [replicas, numbers]."""
     rows = [[flat(at) for at in held] for held in bucket]
     length = max(sum(value.shape[0] for value in row) for row in rows)
-    dtype = next(value.dtype for row in rows for value in row)
     return tf.stack([_padded(row, length, dtype) for row in rows])
 
 
@@ -178,15 +172,15 @@ def _padded(values: list, length: int, dtype: tf.DType, lead: Sequence[int] = ()
     return tf.concat([*values, tf.zeros([*lead, more], dtype)], -1)
 
 
-def _split(row: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
-    """The values of a row, along its last axis."""
-    ends = np.cumsum([0, *sizes])
-    return [row[..., start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+def _values_in(row: tf.Tensor, held: list[int], targets: Sequence, size_of: Callable) -> list[tuple[int, tf.Tensor]]:
+    """The values of a row, along its last axis, with their positions."""
+    ends = np.cumsum([0, *(size_of(targets[at]) for at in held)])
+    return [(at, row[..., start:stop]) for at, start, stop in zip(held, ends, ends[1:], strict=False)]
 
 
 def _cut(value, target, count: int) -> tf.Tensor:
     """A value as the pieces of all replicas: [replicas, numbers of a piece]."""
-    size, length = _piece_size(target), int(np.prod(full_shape(target)))
+    size, length = _piece_size(target), _size(target)
     flat = tf.reshape(tf.convert_to_tensor(value), [length])
     return tf.reshape(tf.pad(flat, [[0, count * size - length]]), [count, size])
 

@@ -59,7 +59,12 @@ def reduce_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
         found[at] = _local_gradient(total, shards[at])
     rest = [at for at, g in enumerate(found) if g is not None and not is_whole[at]]
     for bucket in _buckets(rest[::-1], found, shards):  # the last layers' gradients are computed first
-        for at, piece in zip(bucket, _reduce_scatter(bucket, found, shards), strict=True):
+        with tf.device(device_of(shards[bucket[0]])):
+            packed = tf.concat([_rows(found[at], shards[at]) for at in bucket], 1)
+            (narrow,) = travel.to_reduce_dtype([packed])
+            (total,) = travel.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [packed])
+            pieces = tf.split(total, [shards[at].shape[0] for at in bucket])
+        for at, piece in zip(bucket, pieces, strict=True):
             found[at] = piece
     return found
 
@@ -128,12 +133,3 @@ def _buckets(places: Sequence[int], values: Sequence, shards: Sequence) -> list[
         bucket.append(at)
         open_buckets[key] = bucket, size + more
     return found
-
-
-def _reduce_scatter(bucket: Sequence[int], grads: Sequence, shards: Sequence) -> list[tf.Tensor]:
-    """The sums of this replica's pieces."""
-    with tf.device(device_of(shards[bucket[0]])):
-        packed = tf.concat([_rows(grads[at], shards[at]) for at in bucket], 1)
-        (narrow,) = travel.to_reduce_dtype([packed])
-        (total,) = travel.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [packed])
-        return tf.split(total, [shards[at].shape[0] for at in bucket])

@@ -36,15 +36,13 @@ def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
     Args:
         rows: [replicas, ...], of the same static shape on all replicas.
     """
-    context = replication.replica_context()
-    strategy = context.strategy
-    if context.num_replicas_in_sync == 1:
+    strategy = replication.replica_context().strategy
+    if strategy.num_replicas_in_sync == 1:
         return rows[0]
     dtype, rows = rows.dtype, collectives.to_sum(rows)
     with step_context.outside_xla():
         if not replication.spans_processes(strategy):
-            traffic.note([rows])
-            total = context.merge_call(_sum_rows, args=(rows,))
+            total = _between_devices(rows, rows, lambda rows, at: rows[at], tf.add_n)
         elif tf.executing_eagerly():  # raw collectives of several devices would deadlock
             total = collectives.all_reduce([rows])[0][replica_id()]
         else:
@@ -64,16 +62,12 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
         row: this replica's, of the same static shape on all replicas.
         device: the device on which this replica needs them.
     """
-    context = replication.replica_context()
-    strategy = context.strategy
-    if context.num_replicas_in_sync == 1:
+    strategy = replication.replica_context().strategy
+    if strategy.num_replicas_in_sync == 1:
         return row[None]
     with step_context.outside_xla():
         if not replication.spans_processes(strategy):
-            traffic.note([row])
-            with tf.device(device):
-                place = tf.zeros([])  # its device says where
-            return context.merge_call(_stack_rows, args=(row, place))
+            return _between_devices(row, _place_on(device), lambda row, at: row, tf.stack)
         if tf.executing_eagerly():
             return collectives.all_reduce([travel.at_own_place(row)])[0]
         with tf.device(device):
@@ -88,16 +82,12 @@ def all_to_all(rows: tf.Tensor, device: str) -> tf.Tensor:
         rows: this replica's rows for each, [replicas, ...], of the same static shape on all replicas.
         device: the device on which this replica needs them.
     """
-    context = replication.replica_context()
-    strategy = context.strategy
-    if context.num_replicas_in_sync == 1:
+    strategy = replication.replica_context().strategy
+    if strategy.num_replicas_in_sync == 1:
         return rows
     with step_context.outside_xla():
         if not replication.spans_processes(strategy):
-            traffic.note([rows])
-            with tf.device(device):
-                place = tf.zeros([])  # its device says where
-            return context.merge_call(_exchange_rows, args=(rows, place))
+            return _between_devices(rows, _place_on(device), lambda rows, at: rows[at], tf.stack)
         if tf.executing_eagerly():
             return collectives.all_reduce([travel.at_own_place(rows)])[0][:, replica_id()]
         with tf.device(device):
@@ -124,37 +114,35 @@ def _replicas_by_rank(strategy: tf.distribute.Strategy) -> list[int]:
     return slots.of(strategy).replicas_by_rank
 
 
-def _sum_rows(strategy, column):
-    return _combined(strategy, column, column, lambda rows, at: rows[at], tf.add_n)
+def _place_on(device: str) -> tf.Tensor:
+    """A tensor whose device says where a result is needed."""
+    with tf.device(device):
+        return tf.zeros([])
 
 
-def _stack_rows(strategy, column, places):
-    return _combined(strategy, column, places, lambda row, at: row, tf.stack)
-
-
-def _exchange_rows(strategy, column, places):
-    return _combined(strategy, column, places, lambda rows, at: rows[at], tf.stack)
-
-
-def _combined(strategy, column, places, piece: Callable, combine: Callable):
-    """What each replica makes, at its place, of a piece of every replica's value.
+def _between_devices(value: tf.Tensor, place: tf.Tensor, piece: Callable, combine: Callable) -> tf.Tensor:
+    """What this replica makes of a piece of every replica's value, where all replicas are in this process.
 
     Args:
-        strategy: of the replicas.
-        column: the replicas' values.
-        places: tensors on the devices where the results are needed.
+        value: this replica's.
+        place: a tensor on the device where this replica needs the result.
         piece: `(value, replica)` -> what that replica gets of a value; runs where the value is, and only that is sent.
         combine: makes the result of the pieces.
     """
-    values, found = strategy.experimental_local_results(column), []
-    for at, place in enumerate(strategy.experimental_local_results(places)):
-        pieces = []
-        for value in values:
-            with tf.device(value.device):
-                pieces.append(piece(value, at))
-        with tf.device(place.device):
-            found.append(combine(pieces))
-    return distribute.regroup(tuple(found))
+
+    def exchange(strategy, column, places):
+        values, found = strategy.experimental_local_results(column), []
+        for at, place in enumerate(strategy.experimental_local_results(places)):
+            pieces = []
+            for value in values:
+                with tf.device(value.device):
+                    pieces.append(piece(value, at))
+            with tf.device(place.device):
+                found.append(combine(pieces))
+        return distribute.regroup(tuple(found))
+
+    traffic.note([value])
+    return replication.replica_context().merge_call(exchange, args=(value, place))
 
 
 def _local_replica() -> int:

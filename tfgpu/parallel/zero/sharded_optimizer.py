@@ -11,7 +11,7 @@ from tfgpu.core import replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import compiled_calls, device_placement, model_graph
 from tfgpu.parallel.rematerialization import recomputed_layers
-from tfgpu.parallel.zero import gathered_variable, optimizer_slots, shard_collectives, sharding
+from tfgpu.parallel.zero import gathered_variable, optimizer_build, shard_collectives, sharding
 
 _log = logging.getLogger(__name__)
 
@@ -79,12 +79,13 @@ def shard_over(
     _check_stage(stage)
     _check(model, strategy)
     config = sharding.ZeroConfig(stage, offload)
-    optimizer_slots.install()
+    optimizer_build.install()
     compiled_calls.allow(model)
     shard_collectives.learn_ranks(strategy)
     if stage < 3:
         _initialize_deferred(model, strategy)
-        sharding.create_shards(model.trainable_variables, strategy, config)
+        for variable in model.trainable_variables:
+            sharding.create_shard(variable, device_placement.of_copies(variable), strategy, config)
         return model
 
     def of_replicas(variable: keras.Variable) -> device_placement.DevicePlacement:
@@ -116,19 +117,16 @@ def _check_stage(stage: int) -> None:
 
 def _check_gathers(model: keras.Model) -> None:
     """Refuses models for which parameters cannot be gathered (stage 3)."""
-    if any(model_graph.is_functional(layer) and model_graph.override_name(layer) for layer in _layers(model)):
+    layers = model_graph.with_layers_within([model])
+    if any(model_graph.is_functional(layer) and model_graph.override_name(layer) for layer in layers):
         raise InputError(
             "The model is a pipeline or is recomputed in blocks, so each micro-batch would gather the parameters. "
             "Use stage=2; stage=3 recomputes each layer by itself."
         )
     recomputed_layers.check_not_recomputed(model)
-    for layer in _layers(model):
+    for layer in layers:
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise InputError(f"{layer.name!r} (SpectralNormalization) assigns the kernel in each step. Use stage=2.")
-
-
-def _layers(model: keras.Model) -> list[keras.layers.Layer]:
-    return [model, *model_graph.layers_within(model).values()]
 
 
 def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:

@@ -92,16 +92,10 @@ class ShardState:
     variable: keras.Variable
 
 
-def create_shards(trainable: Sequence, strategy: tf.distribute.Strategy, config: ZeroConfig) -> None:
-    """Gives each variable a shard on the devices of its copies, for optimizers that are built from now on."""
-    for variable in trainable:
-        create_shard(variable, device_placement.of_copies(variable), strategy, config)
-
-
 def create_shard(
     variable, placement: device_placement.DevicePlacement, strategy: tf.distribute.Strategy, config: ZeroConfig
 ) -> keras.Variable:
-    """A shard of zeros for a variable that is used on these devices."""
+    """A shard of zeros for a variable that is used on these devices, for optimizers that are built from now on."""
     size = _piece_size(int(np.prod(variable.shape)), strategy.num_replicas_in_sync)
     if config.offload:
         device_placement.mark_placed(strategy)
@@ -124,9 +118,8 @@ def _piece_size(count: int, replicas: int) -> int:
 def _hosts(placement: device_placement.DevicePlacement) -> device_placement.DevicePlacement:
     """The CPU devices of the processes in which a placement's devices are."""
     found = map(tf.DeviceSpec.from_string, placement.devices)
-    return device_placement.on_devices(
-        device.replace(device_type="CPU", device_index=0).to_string() for device in found
-    )
+    hosts = (device.replace(device_type="CPU", device_index=0).to_string() for device in found)
+    return device_placement.on_devices(hosts)
 
 
 def state_of(shard) -> ShardState:
