@@ -6,7 +6,7 @@ import pytest
 
 from tfgpu.callbacks import EvaluateAverages
 from tfgpu.errors import InputError
-from tfgpu.recipes import compiling, endings
+from tfgpu.recipes import compiling
 from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import make
 from tfgpu.training.optimizers import LARS
@@ -93,9 +93,9 @@ def test_a_metric_that_is_never_reported_is_not_waited_for(settings, labels, mes
 
 
 def test_the_callbacks_of_the_ending():
-    assert endings.callbacks(make({})) == ()
+    assert compiling.callbacks(make({})) == ()
     recipe = make({"weight_average": "ema", "early_stopping": 3, "early_stopping_options": {"start_epoch": 4}})
-    averages, stopping = endings.callbacks(recipe)
+    averages, stopping = compiling.callbacks(recipe)
     assert isinstance(averages, EvaluateAverages)
     assert (stopping.patience, stopping.start_from_epoch, stopping.mode) == (3, 3, "min")
 
@@ -121,7 +121,7 @@ OWN_AVERAGE = {"epochs": 2, "optimizer_options": {"use_ema": True}}
 )
 def test_an_average_that_is_still_the_initial_value_is_reported(settings, expected):
     recipe = make(settings)
-    said = endings.about_average(recipe, compiling.optimizer(recipe, learning_rate=0.1), steps_per_epoch=40)
+    said = compiling.about_average(recipe, compiling.optimizer(recipe, learning_rate=0.1), steps_per_epoch=40)
     assert said is None if expected is None else f"a share of {expected}." in said
 
 
@@ -132,7 +132,7 @@ def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
     for gradient in (-1.0, 1.0, *[0.0] * 8):
         optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
     optimizer.finalize_variable_values([weight])
-    said = endings.about_average(recipe, optimizer, steps_per_epoch=5)
+    said = compiling.about_average(recipe, optimizer, steps_per_epoch=5)
     assert f"a share of {float(weight):.1%}" in said and "91.4%" in said  # 0.99 ** 9
 
 
@@ -141,7 +141,7 @@ def test_the_best_epoch_s_averages_are_kept():
     recipe = make({"weight_average": "ema", "early_stopping": 1, "optimizer": "sgd"})
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(compiling.optimizer(recipe, learning_rate=0.3), "mse")
-    averages, stopping = endings.callbacks(recipe)
+    averages, stopping = compiling.callbacks(recipe)
     seen = []
     keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(averages.averaged()))
     # The validation asks for something else than the training: it only gets worse.
@@ -149,4 +149,4 @@ def test_the_best_epoch_s_averages_are_kept():
     assert len(seen) == 2 and stopping.best_epoch == 0
     for weight, best in zip(model.get_weights(), seen[0], strict=True):
         np.testing.assert_array_equal(weight, best)
-    assert endings.ends_with([averages, stopping]) == "the moving averages of the best epoch, 1"
+    assert compiling.ends_with([averages, stopping]) == "the moving averages of the best epoch, 1"

@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from tfgpu.recipes import monitored
-from tfgpu.recipes.report import Report, render
+from tfgpu.recipes.report import Report, limited, machines, monitored, render
 from tfgpu.sensors.table import Table
 
 
@@ -26,12 +25,12 @@ def folder(tmp_path):
 
 
 def test_workers_and_epochs(folder):
-    found = monitored.read(folder)
-    assert list(found.workers) == [0, 1]
-    assert [(row["epoch"], row["input_wait"]) for row in found.workers[0]] == [(1.0, 0.5), (2.0, 0.3)]
-    assert monitored.limited(found.workers[0]) == "the input: the step waits for data 30% of the time"
-    shown = monitored.shown(found)
-    assert dict(zip(shown["table"]["head"], shown["table"]["rows"][0], strict=True)) == {
+    found = monitored(folder)
+    assert list(found) == [0, 1]
+    assert [(row["epoch"], row["input_wait"]) for row in found[0]] == [(1.0, 0.5), (2.0, 0.3)]
+    assert limited(found[0]) == "the input: the step waits for data 30% of the time"
+    table = machines(found)["table"]
+    assert dict(zip(table["head"], table["rows"][0], strict=True)) == {
         "": "worker 0",
         "step": "20.0 ms",
         "examples/s": "800",
@@ -45,12 +44,12 @@ def test_workers_and_epochs(folder):
         "per example": "0.938 J",
         "limited by": "the input",
     }
-    assert "power" in shown["table"]["head"] and shown["table"]["rows"][1][8] == "200 W"
+    assert "power" in table["head"] and table["rows"][1][8] == "200 W"
 
 
 def test_the_page_has_it(folder, tmp_path):
     rows = [{"loss": 1.0, "accuracy": 0.5, "step_time_s": 0.02}] * 2
-    page = render(Report("cnn on digits", "", {"accuracy": 0.9}, rows=rows, monitor=monitored.read(folder)))
+    page = render(Report("cnn on digits", "", {"accuracy": 0.9}, rows=rows, monitor=monitored(folder)))
     for words in ("The machine", "GPU and CPU, busy", "Waiting for data", "Energy per example, J", "Power of the GPUs"):
         assert words in page
     assert "Limited by the input: the step waits for data 30% of the time. The curves are worker 0's." in page
@@ -63,10 +62,10 @@ def test_without_a_gpu_there_is_no_word_of_one(tmp_path):
     Table(tmp_path / "monitor-epochs-worker0.csv").append(
         {"epoch": 1, "cpu_share_mean": 0.5, "memory_bytes_max": 2**30, "gpu_energy_j": None, "limit": "CPU", "why": "x"}
     )
-    page = render(Report("a", "", {"accuracy": 0.9}, rows=[{"loss": 1.0}], monitor=monitored.read(tmp_path)))
+    page = render(Report("a", "", {"accuracy": 0.9}, rows=[{"loss": 1.0}], monitor=monitored(tmp_path)))
     section = page.partition("The machine")[2].partition("Recipe")[0]
     assert "CPU, busy (of its cores)" in section and "GPU" not in section
 
 
 def test_no_table_is_no_section(tmp_path):
-    assert monitored.read(tmp_path) is None and monitored.read(tmp_path / "none") is None
+    assert monitored(tmp_path) is None and monitored(tmp_path / "none") is None

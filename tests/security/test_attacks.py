@@ -23,7 +23,7 @@ from tfgpu.data import cache
 from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
-from tfgpu.recipes import recipe, trust
+from tfgpu.recipes import reading, recipe
 from tfgpu.recipes.reading import read
 from tfgpu.training import incremental
 from tfgpu.tune import spec
@@ -87,9 +87,9 @@ def test_a_foreign_search_calls_nothing(tmp_path):
     (tmp_path / "space.yaml").write_text("model: [mlp, 'os:system']")
     done = tfgpu("tune", "--space", "space.yaml", "--output", "study", cwd=tmp_path)
     assert done.returncode == 2 and "space.yaml names code to run: model: os:system" in done.stderr
-    trust.refuse_code_searched({"model": "mlp,cnn", "learning_rate": "1e-5..1e-1:log"}, "a")
+    reading.refuse_code_searched({"model": "mlp,cnn", "learning_rate": "1e-5..1e-1:log"}, "a")
     with pytest.raises(InputError, match="evil:run"):
-        trust.refuse_code_searched({"data": "digits, evil:run"}, "a")
+        reading.refuse_code_searched({"data": "digits, evil:run"}, "a")
 
 
 def test_the_users_own_setting_counts(tmp_path):
@@ -97,9 +97,9 @@ def test_the_users_own_setting_counts(tmp_path):
     path.write_text("model: mine:build\nepochs: 3")
     assert recipe.load(path, allow_code=True).model == "mine:build"
     assert recipe.load(path, overrides={"model": "mine:build"}).epochs == 3
-    assert trust.code_in({"data": "csv:a.csv#label", "model": "cnn"}) == {}
-    assert trust.code_in({"data": "tfds:mnist"}) == trust.code_in({"data": 3, "model": None}) == {}
-    assert set(trust.code_in({"data": " a.b:c ", "model": "x:"})) == {"data", "model"}
+    assert reading.code_in({"data": "csv:a.csv#label", "model": "cnn"}) == {}
+    assert reading.code_in({"data": "tfds:mnist"}) == reading.code_in({"data": 3, "model": None}) == {}
+    assert set(reading.code_in({"data": " a.b:c ", "model": "x:"})) == {"data", "model"}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tfgpu import tune
 from tfgpu.errors import InputError, MachineError
 from tfgpu.recipes import recipe as recipes
 from tfgpu.tune import batches, scaling
-from tfgpu.tune.batch_search import _Child, _result
+from tfgpu.tune.batch_search import _Search
 from tfgpu.tune.batches import BatchTry, Bounds, next_batch
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +209,7 @@ def test_two_batches_are_tried():
 
 def child(what=SMALL, **changes):
     settings = {"timeout_s": 300.0, "memory_bytes": None, "repeats": 1, "scale": "auto", **changes}
-    return _Child(what, settings.pop("log"), **settings)
+    return _Search(what, settings.pop("log"), **settings)
 
 
 @pytest.mark.slow
@@ -291,15 +291,17 @@ def kill_a_try():
 def test_a_search_without_a_fit_says_what_to_do():
     about = {"replicas": 1, "examples": 100, "made_up": True, "device": "CPU", "missing": ""}
     with pytest.raises(MachineError, match="Even a batch of 8 does not fit: no memory. Lower `lowest`"):
-        _result(SMALL, [BatchTry(8, False, reason="no memory.")], about, Bounds(8, 100), "auto", True, {})
+        child(log=None).result([BatchTry(8, False, reason="no memory.")], about, Bounds(8, 100), True)
 
 
 def test_a_busy_machine_and_a_refused_recipe_are_noted():
     about = {"replicas": 1, "examples": 100, "made_up": True, "device": "CPU", "missing": ""}
     tries = [BatchTry(8, True, 100.0, (90.0, 105.0)), BatchTry(16, True, 200.0, (150.0, 250.0))]
-    found = _result(SMALL, [*tries, BatchTry(32, True, 300.0, (250.0, 330.0))], about, Bounds(8, 32), "auto", True, {})
+    search = child(log=None)
+    found = search.result([*tries, BatchTry(32, True, 300.0, (250.0, 330.0))], about, Bounds(8, 32), True)
     assert found.notes[0] == "All batches up to 32, the largest tried, fit." and "differ by 27%" in found.notes[1]
-    found = _result(SMALL, tries[:1], about, Bounds(8, 100), "auto", False, {8: "Too few updates."})
+    search.refused[8] = "Too few updates."
+    found = search.result(tries[:1], about, Bounds(8, 100), False)
     assert found.largest is None and found.notes == ("The recipe is invalid with these settings: Too few updates.",)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tfgpu import repairs
 from tfgpu.checkpoint import disks, storage
 from tfgpu.checkpoint.callback import Checkpoint
-from tfgpu.checkpoint.extra_state import ExtraState
+from tfgpu.checkpoint.callback_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch
 from tfgpu.checkpoint.parts_writer import PartsWriter
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfgpu.checkpoint.manifest import Position
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -46,3 +47,8 @@ class Best:
             _log.warning("best=%r is not in the logs, so no best checkpoint is kept. They have %s.", self._name, names)
         finite = {at: value for at, value in values.items() if math.isfinite(value)}
         return min(finite, key=lambda at: self._sign * finite[at], default=None)
+
+    def epoch(self, position: Position) -> int | None:
+        """The number of epochs done at the end of the best one; None if no row has a finite value of the entry."""
+        at = self.place(position.history)
+        return None if at is None else position.epoch - len(position.history) + at + 1

@@ -9,17 +9,16 @@ from typing import Any
 import keras
 
 from tfgpu import repairs
-from tfgpu.checkpoint import callback_hooks, data_position, disks, storage
+from tfgpu.checkpoint import data_position, disks, lora, storage
 from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.best import Best
-from tfgpu.checkpoint.callback_state import CallbackStates
-from tfgpu.checkpoint.extra_state import ExtraState
+from tfgpu.checkpoint.callback_state import CallbackStates, ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch, load
-from tfgpu.checkpoint.frozen_base import FrozenBase
 from tfgpu.checkpoint.parts_writer import PartsWriter
 from tfgpu.checkpoint.preemption import Preemption
 from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress, plain_logs
 from tfgpu.checkpoint.storage import Position, Snapshot
+from tfgpu.compat import training
 from tfgpu.core import replication, step_blocks
 from tfgpu.core.state import parts, training_state
 from tfgpu.errors import InputError, whole_number
@@ -109,7 +108,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._directory = Path(directory)
         self._keep, self._every, self._best = keep, every_steps, Best(best, mode)
         self._resumes, self._leave_on, self._is_chief = resume, tuple(leave_on), is_chief
-        self._data, self._extra_state, self._base = data, ExtraState(remember), FrozenBase(only)
+        self._data, self._extra_state, self._base = data, ExtraState(remember), lora.FrozenBase(only)
         self._writer = writer or Writer(most=1)
         self._preemption: Preemption | None = None
         self._progress = RunProgress()
@@ -202,10 +201,7 @@ class Checkpoint(keras.callbacks.Callback):
         data_position.resume_at(
             self.model,
             data_position.DataPosition(position.epoch, position.done, first, position.logs),
-            data_position.SkipHooks(
-                lambda: training_state.restore_random_states(read.memory["random_at_epoch"]),
-                lambda: training_state.restore_random_states(read.memory["random"]),
-            ),
+            (read.memory["random_at_epoch"], read.memory["random"]),
         )
 
     def after_train_begin(self, callbacks: keras.callbacks.CallbackList) -> None:
@@ -280,7 +276,7 @@ class Checkpoint(keras.callbacks.Callback):
         if position.name == self._saved:
             return
         self._saved = position.name
-        callback_hooks.wait(callbacks)
+        training.wait_for_callbacks(callbacks)
         if not self._disks.writes:
             training_state.settle(self.model)
             return
@@ -308,9 +304,7 @@ class Checkpoint(keras.callbacks.Callback):
         }
 
     def _prune(self, path: Path, position: Position) -> None:
-        at = self._best.place(position.history)
-        best = None if at is None else position.epoch - len(position.history) + at + 1
-        storage.prune(self._directory, path, keep=self._keep, best=best)
+        storage.prune(self._directory, path, keep=self._keep, best=self._best.epoch(position))
 
     def _leave(self) -> None:
         """Ends the process once all is written.

@@ -12,9 +12,7 @@ A callback takes part by defining a method of one of these names.
 `callbacks` is Keras's `CallbackList`.
 """
 
-from tfgpu.compat import training
 from tfgpu.compat.keras import CallbackList
-from tfgpu.core import extensions
 
 _METHODS = {
     "on_train_begin": "after_train_begin",
@@ -24,18 +22,15 @@ _METHODS = {
 }
 
 
-def add_after_hooks() -> None:
-    """Makes Keras call the methods above."""
-    extensions.after_callbacks.register(_call)
+def call(callbacks: CallbackList, name: str, at: int | None) -> None:
+    """Calls the methods that belong to a hook of Keras.
 
-
-def _call(callbacks: CallbackList, name: str, at: int | None) -> None:
+    Args:
+        callbacks: of the `fit`.
+        name: of the hook that every callback has run.
+        at: the batch or the epoch, from 0.
+    """
     method = _METHODS[name]
     with_number = (at,) if method in ("after_train_batch", "after_epoch") else ()
     for callback in [callback for callback in callbacks.callbacks if hasattr(callback, method)]:
         getattr(callback, method)(callbacks, *with_number)
-
-
-def wait(callbacks: CallbackList) -> None:
-    """Waits for hooks that Keras runs in other threads, as it does if no callback needs every batch."""
-    training.wait_for_callbacks(callbacks)

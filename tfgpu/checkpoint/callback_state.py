@@ -1,26 +1,31 @@
-"""The state of callbacks: the patience of EarlyStopping, the best value of ModelCheckpoint, History.
+"""The state of callbacks, and of further objects that a checkpoint keeps, such as a replay memory.
 
-Keras keeps it in plain attributes and cannot save it. Here a callback's state is every attribute that has changed since
-the training began and that consists of numbers, text, arrays, lists and dicts. An attribute that never changes is a
-setting: the resumed script decides it. So is an attribute that a Keras callback names after an argument: `min_delta`
-changes its sign in the first epoch of every process.
+Keras keeps that of callbacks (the patience of EarlyStopping, the best value of ModelCheckpoint, History) in plain
+attributes and cannot save it. Here a callback's state is every attribute that has changed since the training began and
+that consists of numbers, text, arrays, lists and dicts. An attribute that never changes is a setting: the resumed
+script decides it. So is an attribute that a Keras callback names after an argument: `min_delta` changes its sign in the
+first epoch of every process.
 """
 
 import inspect
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.checkpoint.manifest import Snapshot
 from tfgpu.compat.callbacks import SET_BY_FIT
+from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 
 _LARGE = 1 << 24  # bytes
 _DEEPEST = 100  # of lists in lists: JSON's reader ends at some hundreds, and a list that holds itself has no end
+_EXTRA = "remembered"
 _LONGEST_BITS = 1 << 12  # of a whole number: JSON's writer ends at 4,300 digits
 
 
@@ -68,6 +73,58 @@ class CallbackStates:
             except Unknown:
                 continue
         return found
+
+
+class ExtraState:
+    """Objects whose state a checkpoint carries.
+
+    Args:
+        objects: by name; each with `state()` and `put(state, model)`.
+
+    Raises:
+        InputError: it is not a mapping of names to such objects.
+    """
+
+    def __init__(self, objects: Mapping[str, Any] | None):
+        if not isinstance(objects or {}, Mapping) or not all(isinstance(name, str) for name in objects or {}):
+            raise InputError(f'`remember` must be a mapping such as {{"replay": replay}}. Received: {objects!r}.')
+        for name, one in (objects or {}).items():
+            if not callable(getattr(one, "state", None)) or not callable(getattr(one, "put", None)):
+                raise InputError(
+                    f"Objects in `remember` must have `state()` and `put(state, model)`, as Replay and "
+                    f"ElasticWeights have. Received: {name}={one!r}."
+                )
+        self._objects = dict(objects or {})
+
+    def has(self, one: Any) -> bool:
+        """Whether an object is one of them."""
+        return any(other is one for other in self._objects.values())
+
+    def take(self) -> dict[str, Any]:
+        """Returns their states now, as a checkpoint keeps them.
+
+        Raises:
+            InputError: a state contains something that cannot be saved.
+        """
+        return {_EXTRA: {name: _extra(name, one.state()) for name, one in self._objects.items()}}
+
+    def put(self, read: Snapshot, model: keras.Model) -> None:
+        """Restores their states from a checkpoint.
+
+        Raises:
+            InputError: the checkpoint lacks the state of one of them.
+        """
+        states, where = read.memory.get(_EXTRA, {}), read.position.directory
+        for name in states.keys() - self._objects.keys():
+            _log.warning("%s has the state of %r, which this run does not have: add it to `remember`.", where, name)
+        for name, one in self._objects.items():
+            if name not in states:
+                raise InputError(
+                    f"{where} was saved without {name!r} in `remember`, so its state is missing. Received: "
+                    f"{sorted(self._objects)}; the checkpoint has {sorted(states)}. Use another directory, or remove "
+                    f"{name!r} from `remember`."
+                )
+            one.put(states[name], model)
 
 
 def _named(callbacks: list):
@@ -146,3 +203,13 @@ def _equal(a, b) -> bool:
     if isinstance(a, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     return a == b
+
+
+def _extra(name: str, state: Any) -> Any:
+    try:
+        return plain(state)
+    except Unknown as error:
+        raise InputError(
+            f"The state of {name!r} contains a value of type `{error}`, which cannot be saved. Give numbers, text, "
+            "arrays, lists or dicts."
+        ) from None

@@ -9,7 +9,6 @@ feeds all epochs, so a resumed run reads and skips all batches that were trained
 """
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -19,6 +18,7 @@ from tfgpu.compat.keras import ArrayDataAdapter, GeneratorDataAdapter, PyDataset
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, step_blocks
 from tfgpu.core.randomness import data_order
+from tfgpu.core.state import training_state
 from tfgpu.repairs import trainer
 
 
@@ -37,19 +37,6 @@ class DataPosition:
     done: int
     first: int = 0
     logs: dict | None = None
-
-
-@dataclass(frozen=True)
-class SkipHooks:
-    """What a resumed run calls while it skips batches.
-
-    Attributes:
-        at_epoch: called when the epochs before the position's are skipped.
-        at_position: called before the first batch to train on.
-    """
-
-    at_epoch: Callable[[], None] = lambda: None
-    at_position: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -92,21 +79,23 @@ def skip_trained_batches() -> None:
 
     @wrap("TFEpochIterator.enumerate_iterator")
     def enumerate_iterator(stock, self):
-        position = take_position(self)
+        position = vars(slots.of(self)).pop("resume_at", None)  # once
         if position is None:
             yield from stock(self)
             return
-        hooks, arrived = vars(slots.of(self)).pop("skip_hooks", SkipHooks()), False
+        random, arrived = vars(slots.of(self)).pop("random_states", None), False
         for _ in range(position.first, position.epoch):
             _skip_epoch(self, lambda: stock(self))
-        hooks.at_epoch()
+        if random:
+            training_state.restore_random_states(random[0])
         is_there = _begin_there(self, position.done)
         for begin, end, iterator in stock(self):
             trained = min(max(position.done - begin, 0), end - begin + 1)
             if not is_there:
                 skip_batches(iterator, trained)
             if not arrived and position.done <= end + 1:
-                hooks.at_position()
+                if random:
+                    training_state.restore_random_states(random[1])
                 arrived = True
             if isinstance(iterator, step_blocks.Block):
                 begin, iterator = begin + trained, iterator.skip(trained)
@@ -160,18 +149,14 @@ def position_of(model) -> DataPosition | None:
     return slots.get(model, "resumed_at")
 
 
-def take_position(data) -> DataPosition | None:
-    """The position at which to continue in data that a resumed `fit` is about to read; returned once."""
-    return vars(slots.of(data)).pop("resume_at", None)
-
-
-def resume_at(model, position: DataPosition, hooks: SkipHooks | None = None) -> None:
+def resume_at(model, position: DataPosition, random_states: tuple | None = None) -> None:
     """Makes the running `fit` continue from a position; the caller has restored the model's state.
 
     Args:
         model: in a `fit` that is calling `on_train_begin`.
         position: where to continue.
-        hooks: what to call meanwhile.
+        random_states: to restore once the epochs before the position's are skipped, and before the first batch to
+            train on.
     """
     slots.of(model).resumed_at = position
     begin_at(model, position.epoch)
@@ -179,7 +164,7 @@ def resume_at(model, position: DataPosition, hooks: SkipHooks | None = None) -> 
     if data is not None:
         trainer.build_now(model, data)  # without a strategy, only the first step creates the metrics' variables
         slots.of(data).resume_at = position
-        slots.of(data).skip_hooks = hooks or SkipHooks()
+        slots.of(data).random_states = random_states
 
 
 def begin_at(model, epoch: int | None) -> None:

@@ -107,11 +107,7 @@ def _prepare(directory: Path, probe: str) -> None:
 
 def _tell(found: Disks, directory: Path) -> None:
     disks = len(set(found.leaders))
-    if found.count == 1:
-        return
-    if disks == 1:
-        _log.info("All %d workers write their parts of each checkpoint to %s, on one disk.", found.count, directory)
-    else:
+    if disks > 1:
         _log.warning(
             "%s is on %d separate disks of %d workers, and resuming will need all of them. Use a shared disk if "
             "machines can be replaced.",
@@ -119,3 +115,5 @@ def _tell(found: Disks, directory: Path) -> None:
             disks,
             found.count,
         )
+    elif found.count > 1:
+        _log.info("All %d workers write their parts of each checkpoint to %s, on one disk.", found.count, directory)

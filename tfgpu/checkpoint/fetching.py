@@ -10,15 +10,16 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfgpu.checkpoint import data_position, frozen_base, storage, streamed, transfer
+from tfgpu.checkpoint import data_position, lora, storage, streamed
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.manifest import FACTS, Manifest, parse
 from tfgpu.checkpoint.storage import Damaged, Snapshot
@@ -28,6 +29,7 @@ from tfgpu.core.state import broadcast, training_state
 from tfgpu.errors import InputError, MachineError
 
 _log = logging.getLogger(__name__)
+_BLOCK = 1 << 22  # bytes that each worker sends in one collective
 _Result = TypeVar("_Result")
 
 
@@ -70,7 +72,7 @@ def load(read: Snapshot, model: keras.Model) -> None:
     data_position.build(model)
     arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
     source = str(read.position.directory)
-    training_state.restore_state(model, arrays, source, absent=frozen_base.check(read.memory, model, source))
+    training_state.restore_state(model, arrays, source, absent=lora.check(read.memory, model, source))
 
 
 def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], what: str) -> _Result:
@@ -102,11 +104,10 @@ def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], 
 
 
 def _best_name(newest: Snapshot, best: Best) -> str:
-    rows = newest.position.history
-    at = best.place(rows)
-    if at is None:
+    epoch = best.epoch(newest.position)
+    if epoch is None:
         raise InputError(f"{newest.position.directory} has no best epoch: its logs lack the metric that `best` names.")
-    return storage.Position(newest.position.epoch - len(rows) + at + 1).name
+    return storage.Position(epoch).name
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class _Readers:
                 senders = self._senders(manifest, held, good, lacking)
                 self._receive(path, manifest, senders, {file: paths[file] for file in wanted})
             # Open files stay readable after they are removed.
-            return self._together(lambda: manifest.open(path, paths), f"Reading {path}")
+            return fail_together(self._strategy, lambda: manifest.open(path, paths), f"Reading {path}")
 
     def _facts(self, path: Path) -> Manifest:
         """The chief's facts about a checkpoint, on all workers."""
@@ -188,14 +189,13 @@ class _Readers:
 
     def _mine(self, path: Path, manifest: Manifest) -> str:
         """What this worker has, as JSON. Files that belong to other facts do not count."""
-        try:
+        disk, files = f"none {self._rank}", []
+        with contextlib.suppress(OSError):
             known = (path / FACTS).stat()
-            if (path / FACTS).read_bytes() != manifest.text:
-                return json.dumps([f"none {self._rank}", []])
-            disk = f"{known.st_ino} {known.st_ctime_ns}"  # the same for all machines that see this file
-        except OSError:
-            return json.dumps([f"none {self._rank}", []])
-        return json.dumps([disk, [name for name in manifest.files if (path / name).is_file()]])
+            if (path / FACTS).read_bytes() == manifest.text:
+                disk = f"{known.st_ino} {known.st_ctime_ns}"  # the same for all machines that see this file
+                files = [name for name in manifest.files if (path / name).is_file()]
+        return json.dumps([disk, files])
 
     def _verified(self, path: Path, manifest: Manifest, held: list[_Held]) -> tuple[dict[str, set], dict[str, str]]:
         """The undamaged files of each disk, and what is wrong with others. A disk's workers verify it by turns."""
@@ -232,12 +232,48 @@ class _Readers:
             _log.info("%s: %d bytes go to workers whose disks lack them.", path, sum(sizes.values()))
 
         def receive() -> None:
-            transfer.send(self._strategy, self._rank, senders, sizes, mine, wanted)
+            self._send(senders, sizes, mine, wanted)
             for file, where in wanted.items():
                 if streamed.hash_of(where) != manifest.files[file].sha256:
                     raise MachineError(f"{file} of {path} was damaged in transfer. Start again.")
 
-        self._together(receive, f"Getting the files of {path}")
+        fail_together(self._strategy, receive, f"Getting the files of {path}")
+
+    def _send(
+        self, senders: Mapping[str, int], sizes: Mapping[str, int], mine: Mapping[str, Path], wanted: Mapping[str, Path]
+    ) -> None:
+        """Copies files between workers: blocks in all-gathers, written to the disk as they come.
+
+        Args:
+            senders: for each file, the worker that has it and sends it.
+            sizes: of each file, in bytes.
+            mine: where this worker has files that it sends.
+            wanted: where it writes files that it receives.
+
+        Raises:
+            OSError: a file could not be read or written; the other workers go on.
+        """
+        queues = {worker: [name for name in senders if senders[name] == worker] for worker in set(senders.values())}
+        rounds = max((-(-sum(sizes[name] for name in names) // _BLOCK) for names in queues.values()), default=0)
+        failed = None
+        with contextlib.ExitStack() as opened:
+            outgoing = _blocks([mine[name] for name in queues.get(self._rank, ())])
+            incoming = {worker: _Files(opened, names, sizes, wanted) for worker, names in queues.items()}
+            for _ in range(rounds):
+                block = np.zeros(_BLOCK, "uint8")
+                try:
+                    content = next(outgoing, b"") if failed is None else b""
+                    block[: len(content)] = np.frombuffer(content, "uint8")
+                except OSError as error:
+                    failed = failed or error
+                rows = broadcast.blocks_of_all_workers(self._strategy, block.view("int32"))
+                try:
+                    for worker, files in incoming.items() if failed is None else ():
+                        files.take(memoryview(rows[worker]).cast("B"))
+                except OSError as error:
+                    failed = error
+        if failed is not None:
+            raise failed
 
     @contextlib.contextmanager
     def _room(self, name: str):
@@ -255,5 +291,37 @@ class _Readers:
     def _texts(self, mine: str) -> list[str]:
         return broadcast.texts_of_all_workers(self._strategy, mine)
 
-    def _together(self, act: Callable[[], _Result], what: str) -> _Result:
-        return fail_together(self._strategy, act, what)
+
+def _blocks(paths: Sequence[Path]) -> Iterator[bytes]:
+    """The files' content, one after the other, in blocks."""
+    left = b""
+    for path in paths:
+        with open(path, "rb") as file:
+            while content := file.read(_BLOCK - len(left)):
+                left += content
+                if len(left) == _BLOCK:
+                    yield left
+                    left = b""
+    if left:
+        yield left
+
+
+class _Files:
+    """What one worker sends: files one after the other, of which this worker writes those that it wants."""
+
+    def __init__(self, opened: contextlib.ExitStack, names: list[str], sizes: Mapping, wanted: Mapping[str, Path]):
+        self._left = [
+            [sizes[name], opened.enter_context(open(wanted[name], "wb")) if name in wanted else None] for name in names
+        ]
+
+    def take(self, block: memoryview) -> None:
+        while len(block) and self._left:
+            size, file = self._left[0]
+            part, block = block[:size], block[size:]
+            if file is not None:
+                file.write(part)
+            self._left[0][0] -= len(part)
+            if not self._left[0][0]:
+                self._left.pop(0)
+                if file is not None:
+                    file.close()

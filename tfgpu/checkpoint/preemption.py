@@ -30,13 +30,7 @@ class Preemption:
         is_left: the run ends with `Preempted`.
     """
 
-    def __init__(
-        self,
-        *,
-        spans: bool,
-        go_on: str = "Start the same command again to resume.",
-        must_stop: Callable[[], bool] = lambda: False,
-    ):
+    def __init__(self, *, spans: bool, go_on: str, must_stop: Callable[[], bool]):
         self._spans, self._go_on, self._must_stop = spans, go_on, must_stop
         self._is_asked = self.is_agreed = self.is_left = False
         self.name = "another worker's signal"

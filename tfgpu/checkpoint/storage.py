@@ -169,14 +169,11 @@ def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None
 def sweep(directory: Path) -> None:
     """Removes what a killed process left half written; restores what it was about to replace."""
     for old in directory.glob(f".epoch-*{atomic.OLD}"):
-        _put_back(old, old.with_name(old.name.split(".")[1]))
+        path = old.with_name(old.name.split(".")[1])
+        if not path.exists():
+            atomic.rename(old, path.name)
     for path in directory.glob(".epoch-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _put_back(old: Path, path: Path) -> None:
-    if old.exists() and not path.exists():
-        atomic.rename(old, path.name)
 
 
 def _remove(path: Path) -> None:

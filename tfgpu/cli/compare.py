@@ -17,8 +17,7 @@ app = typer.Typer()
 _TELLING = ("best val_accuracy", "best val_perplexity", "test_accuracy", "test_mae", "test_rmse")
 _TELLING += ("epochs", "training_s", "test_perplexity")
 """The results that a terminal shows, in this order, as far as there is room; the page shows all."""
-_NAME = 24
-"""Most characters of a run's name."""
+_NAME = 24  # most characters of a run's name
 
 
 @screen.command(app, "compare")

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ def doctor(options: Options) -> None:
     if not for_programs:
         Console().print(_table(_summed_up(checks)))
     console = Console(stderr=for_programs)
-    interrupted = options.train and _self_test(checks, facts, environ, hosts, options.ssh, console)
+    examine = functools.partial(selftest.examine, facts, environ, workers=hosts, ssh=options.ssh)
+    interrupted = options.train and _self_test(checks, examine, console)
     _show_result(checks, options, interrupted)
     if interrupted:
         complain("Interrupted: the checks above are done; the rest of the self-test is not.")
@@ -144,16 +145,8 @@ def _show_result(checks: Sequence[Any], options: Options, interrupted: bool) -> 
         _show_counts(checks)
 
 
-def _self_test(
-    checks: list[Any],
-    facts: Mapping[str, dict],
-    environ: Mapping[str, str],
-    hosts: list[str],
-    ssh: str | None,
-    console: Console,
-) -> bool:
+def _self_test(checks: list[Any], examine: Callable[..., object], console: Console) -> bool:
     """Runs the self-test, and shows each check as soon as it is done; returns whether Ctrl-C ended it."""
-    from tfgpu.doctor import selftest
 
     def tell(check: Any) -> None:
         checks.append(check)
@@ -164,7 +157,7 @@ def _self_test(
     words = "measuring and training; a minute or two on an idle machine, longer on a busy one"
     with Console(stderr=True).status(words) as status:
         try:
-            selftest.examine(facts, environ, workers=hosts, ssh=ssh, on_check=tell)
+            examine(on_check=tell)
         except KeyboardInterrupt:
             return True
     return False

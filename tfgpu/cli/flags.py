@@ -16,7 +16,7 @@ from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
-from tfgpu.recipes.trust import refuse_code
+from tfgpu.recipes.reading import parse_value, refuse_code
 
 Options = TypeVar("Options")
 
@@ -144,11 +144,16 @@ def put_json(value: Any, *, as_json: bool, json_to: Path | None) -> bool:
     return as_json
 
 
-def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> recipes.Recipe:
-    """The recipe of a command's RECIPE and flags."""
+def settings_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> dict[str, Any]:
+    """The settings of a command's RECIPE and flags."""
     settings, flags = {} if name is None else ready.read(name), given(flags)
     refuse_code(settings, str(name), allow=allow_code, given=flags)
-    return recipes.make({**settings, **flags}, source=file_of(name))
+    return {**settings, **flags}
+
+
+def recipe_of(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> recipes.Recipe:
+    """The recipe of a command's RECIPE and flags."""
+    return recipes.make(settings_of(name, flags, allow_code=allow_code), source=file_of(name))
 
 
 def file_of(name: str | None) -> str | None:
@@ -243,5 +248,5 @@ def pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
             raise InputError(f"{flag} must be KEY=VALUE. Received: {word!r}. Write, for example, {flag} name=0.5.")
         if key in found:
             raise InputError(f"{flag} gives {key!r} twice. Keep one of them.")
-        found[key] = recipes.parse_value(text)
+        found[key] = parse_value(text)
     return found

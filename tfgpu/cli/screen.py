@@ -24,12 +24,7 @@ _WIDEST = 120
 
 
 def table(
-    titles: Sequence[str],
-    rows: Iterable[Iterable[Any]],
-    *,
-    right: Sequence[str] = (),
-    fold: bool = False,
-    **options: Any,
+    titles: Sequence[str], rows: Iterable[Iterable], *, right: Sequence[str] = (), fold: bool = False, **options: Any
 ) -> Table:
     """A table without lines.
 

@@ -34,8 +34,7 @@ _MOST_PROCESSES = 8
 _STYLE = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "dim"}
 _Column = tuple[str, Callable[[Any], Text | str]]
 _WIDE = 110
-_NARROW = 72
-"""Below this many terminal columns, bars are short and workers have fewer columns."""
+_NARROW = 72  # below this many terminal columns, bars are short and workers have fewer columns
 
 
 @screen.command(app, "top")

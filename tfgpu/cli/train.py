@@ -1,7 +1,6 @@
 """`tfgpu train`: trains a recipe; its options are the settings of the recipe schema."""
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ import typer
 from rich.console import Console
 
 from tfgpu.cli import screen
-from tfgpu.cli.flags import AllowCode, Debug, RecipeName, file_of, given, option, with_settings
+from tfgpu.cli.flags import AllowCode, Debug, RecipeName, file_of, option, settings_of, with_settings
 from tfgpu.cli.start import started
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
-from tfgpu.recipes.trust import refuse_code
+from tfgpu.recipes.reading import refuse_code
 from tfgpu.recipes.wording import score
 
 app = typer.Typer()
@@ -60,12 +59,12 @@ def train(
     tfgpu train --track mlflow --project digits
     """
     if listing:
-        _list()
+        rows = [(f"[bold]{name}[/]", ready.describe(name)) for name in ready.names()]
+        console = Console(highlight=False)
+        console.print(screen.table(("", ""), rows, fold=True, show_header=False))
+        console.print("\nTrain one with: tfgpu train NAME. Try it without its data: tfgpu train NAME --dry-run")
         return
-    source, settings = file_of(name), {} if name is None else ready.read(name)
-    flags = given(flags)
-    refuse_code(settings, str(source), allow=allow_code, given=flags)
-    settings = {**settings, **flags}
+    source, settings = file_of(name), settings_of(name, flags, allow_code=allow_code)
     if dry_run:
         _check_alone(output=output, resume=resume, overwrite=overwrite, track=track)
         _dry_run(recipes.make(settings, source=source), debug=debug)
@@ -83,13 +82,7 @@ def train(
 
 
 def _recipe(
-    settings: Mapping[str, Any],
-    source: str | None,
-    output: Path | None,
-    *,
-    resume: bool,
-    overwrite: bool,
-    allow_code: bool,
+    asked: dict[str, Any], source: str | None, output: Path | None, *, resume: bool, overwrite: bool, allow_code: bool
 ) -> recipes.Recipe:
     """The recipe to train, merged with the recorded settings if it resumes; all checks that need no TensorFlow."""
     from tfgpu.recipes import directory
@@ -98,9 +91,9 @@ def _recipe(
         if output is None:
             raise InputError("--resume needs the run to resume. Add --output DIR.")
         earlier = directory.recorded(output)
-        refuse_code(earlier, str(output / directory.CONFIG), allow=allow_code, given=settings)
-        settings = earlier | settings
-    recipe = recipes.make(settings, source=source)
+        refuse_code(earlier, str(output / directory.CONFIG), allow=allow_code, given=asked)
+        asked = earlier | asked
+    recipe = recipes.make(asked, source=source)
     recipes.check(recipe)
     Cluster.from_environment()
     directory.check(output, resume=resume, overwrite=overwrite)
@@ -125,10 +118,3 @@ def _dry_run(recipe: recipes.Recipe, *, debug: bool) -> None:
     with Console(stderr=True).status("dry run"):
         lines = dry.run(recipe)
     print("\n".join(lines))
-
-
-def _list() -> None:
-    rows = [(f"[bold]{name}[/]", ready.describe(name)) for name in ready.names()]
-    console = Console(highlight=False)
-    console.print(screen.table(("", ""), rows, fold=True, show_header=False))
-    console.print("\nTrain one with: tfgpu train NAME. Try it without its data: tfgpu train NAME --dry-run")

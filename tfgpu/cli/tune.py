@@ -19,11 +19,12 @@ from tfgpu.cli.flags import AllowCode, AsJson, Debug, JsonTo, RecipeName, check_
 from tfgpu.cli.start import imported, started
 from tfgpu.errors import InputError
 from tfgpu.parallel.planning.hardware import bytes_of, shown
-from tfgpu.recipes import reading, ready
+from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
-from tfgpu.recipes.trust import refuse_code_searched
+from tfgpu.recipes.reading import read, refuse_code_searched
 from tfgpu.redact import printable
 from tfgpu.tune import space as spaces
+from tfgpu.tune.results import by_value, setting_text, text_of
 from tfgpu.tune.scaling import rate_text
 
 app = typer.Typer()
@@ -105,15 +106,13 @@ def _searched(words: list[str] | None, file: Path | None, *, allow_code: bool) -
     if words and file is not None:
         raise InputError("--search and --space cannot be combined. Keep one of them.")
     if file is not None:
-        values = reading.read(file)
+        values = read(file)
         refuse_code_searched(values, str(file), allow=allow_code)
         return dict(spaces.parse_search(values))
     return dict(spaces.parse_search(words)) if words else None
 
 
 def _line(trial: Any) -> str:
-    from tfgpu.tune.results import setting_text
-
     value = f"{trial.value:.4f}" if trial.value is not None else trial.status
     settings = " ".join(f"{name}={setting_text(setting)}" for name, setting in trial.settings.items())
     reason = f"  ({printable(trial.reason)})" if trial.reason and trial.status != "pruned" else ""
@@ -121,8 +120,6 @@ def _line(trial: Any) -> str:
 
 
 def _show(console: Console, result: Any) -> None:
-    from tfgpu.tune.results import text_of
-
     console.print()
     console.print(_table(result, console.width))
     console.print()
@@ -141,8 +138,6 @@ def _show(console: Console, result: Any) -> None:
 
 def _table(result: Any, width: int) -> Table:
     """The five best trials; one column per setting if `width` allows, else one for all."""
-    from tfgpu.tune.results import by_value, setting_text, text_of
-
     rows = []
     for trial in by_value(result.trials)[:5]:
         if trial.value is not None:

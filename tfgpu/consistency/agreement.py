@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import distribute, slots
-from tfgpu.consistency import facts, first_batch, settings, watch
-from tfgpu.core import extensions, replication, step_blocks
+from tfgpu.consistency import facts, settings, watch
+from tfgpu.core import batch_sharding, extensions, replication, step_blocks
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.state import broadcast
 from tfgpu.errors import InputError
 
@@ -80,7 +81,7 @@ def _before_steps(strategy: tf.distribute.Strategy, run: step_blocks.Run, block:
         InputError: raised on all workers if something differs.
         ReplicasDiffer: the values of variables differ.
     """
-    batch = first_batch.peek(block)
+    batch = _peek(block)
     run.looks_at_first_batch = False
     mine = {
         "model": facts.of_model(run.model),
@@ -157,6 +158,50 @@ def _changed_inputs(found: Sequence[Facts]) -> list[str]:
     are_alike = all(len({each[path].rpartition(" ")[0] for each in found}) == 1 for path in changed)
     has_labels = any(path.startswith("labels") for path in found[0])
     return changed if are_alike and has_labels and all(path.startswith("inputs") for path in changed) else []
+
+
+def _peek(block: object) -> object:
+    """Reads the first batch before the first step, and hands it on to that step.
+
+    The data is read once: a generator, or a shuffle without a seed, would give something else the second time.
+
+    Args:
+        block: the block of steps that comes next.
+
+    Returns:
+        The whole batch, in host memory; None if the data has ended, or is not whole on this worker. Where a worker
+        makes only its rows of the batches, it makes all rows of the first besides.
+    """
+    if not isinstance(block, step_blocks.Block):
+        return None
+    if sharded_dataset.has_rows(block.iterator):
+        return block.iterator.first_batch()
+    iterator, gives_row_ranges = sharded_dataset.source_of(block.iterator)
+    if gives_row_ranges is None or not isinstance(iterator, tf.data.Iterator):
+        return None
+    with batch_sharding.on_host():
+        found = iterator.get_next_as_optional()
+        if not found.has_value():
+            return None
+        batch = found.get_value()
+        block.first = _iterator_of(batch, iterator.element_spec)
+    return batch
+
+
+def _iterator_of(batch: object, spec: object) -> tf.data.Iterator:
+    """An iterator of one batch, with the spec of the data, so that the step need not be traced again for it."""
+
+    @tf.autograph.experimental.do_not_convert
+    def give(_):
+        tensors = tf.nest.flatten(batch, expand_composites=True)
+        shapes = tf.nest.flatten(spec, expand_composites=True)
+        given = [
+            None if tensor is None else tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=each.shape)
+            for tensor, each in zip(tensors, shapes, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(spec, given, expand_composites=True)
+
+    return iter(tf.data.Dataset.from_tensors(0).map(give))
 
 
 extensions.run_starts.register(_begin, order=1)

@@ -20,8 +20,7 @@ from tfgpu.core.state import sharded_variable, training_state
 CHUNK = 1 << 20
 """Integers that are digested at once: a device needs some 24 MiB for them, however large the variable."""
 _MIX = 0x9E3779B97F4A7C15
-_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32}
-"""By size in bytes: the integers of the same bits."""
+_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32}  # by size in bytes: the integers of the same bits
 
 
 def of_tensor(value: tf.Tensor, positions: tf.Tensor | None = None) -> tf.Tensor:

@@ -35,8 +35,7 @@ _ARGUMENTS = {
     "class_weight": None,
 }
 """Arguments of `fit` and their defaults."""
-_PRESENT = ("validation_data", "sample_weight")
-"""Arguments of `fit` that all workers give, or none."""
+_PRESENT = ("validation_data", "sample_weight")  # arguments of `fit` that all workers give, or none
 _NAMES = ("name", "shared_object_id", "registered_name", "build_config", "verbose")
 _PLAIN = (bool, int, float, str, type(None))
 _DIGITS = 12

@@ -31,7 +31,8 @@ class EarlyStopping:
             raise ValueError(f"`monitor` must be a metric's name such as 'val_loss'. Received: {self.monitor!r}")
         if self.mode not in ("auto", "min", "max"):
             raise ValueError(_plain(unknown("mode", self.mode, ("auto", "min", "max"))))
-        _check_number("min_delta", self.min_delta, is_number(self.min_delta) and self.min_delta >= 0)
+        if not (is_number(self.min_delta) and self.min_delta >= 0):
+            raise ValueError(f"`min_delta` must be a number of at least 0. Received: min_delta={self.min_delta!r}")
         whole_number("start_epoch", self.start_epoch)
         if not isinstance(self.restore_best, bool):
             raise ValueError(f"`restore_best` must be true or false. Received: {self.restore_best!r}")
@@ -51,7 +52,8 @@ class MovingAverage:
     momentum: float = 0.99
 
     def __post_init__(self) -> None:
-        _check_number("momentum", self.momentum, is_number(self.momentum) and 0 < self.momentum < 1)
+        if not (is_number(self.momentum) and 0 < self.momentum < 1):
+            raise ValueError(f"`momentum` must be a number above 0 and below 1. Received: momentum={self.momentum!r}")
 
 
 def early_stopping(what: Any) -> EarlyStopping | None:
@@ -115,12 +117,6 @@ def _made(kind: type, options: Mapping[str, Any], where: str):
 def _check_unused(name: str, options: Mapping[str, Any]) -> None:
     if options:
         raise ValueError(f"`{name}_options` need `{name}`. Received: {dict(options)}. Set it, or remove the options")
-
-
-def _check_number(name: str, value: Any, is_right: bool) -> None:
-    bounds = {"min_delta": "a number of at least 0", "momentum": "a number above 0 and below 1"}
-    if not is_right:
-        raise ValueError(f"`{name}` must be {bounds[name]}. Received: {name}={value!r}")
 
 
 def _plain(error: InputError) -> str:

@@ -12,7 +12,7 @@ from tfgpu import environment, precision, rendezvous, strategies
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, load
 from tfgpu.errors import InputError
-from tfgpu.recipes import compiling, endings, heads, recipe
+from tfgpu.recipes import compiling, heads, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.rendezvous.facts import of_settings
 
@@ -27,8 +27,7 @@ class Job:
     data: Data
     model: keras.Model
     heads: tuple[heads.Head, ...]
-    schedule_callbacks: tuple[keras.callbacks.Callback, ...]
-    ending_callbacks: tuple[keras.callbacks.Callback, ...]
+    callbacks: tuple[keras.callbacks.Callback, ...]
     finetuned: Any = None  # what a run with a pretrained model also needs (`finetune.Finetuned`)
 
 
@@ -70,8 +69,8 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     with strategy.scope():
         model = heads.build(what.model, data.info, ends, what.builder_options)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, heads=ends)
-    ending = endings.callbacks(what)
-    return Job(what, cluster, strategy, data, model, ends, schedule.callbacks, ending)
+    callbacks = (*schedule.callbacks, *compiling.callbacks(what))
+    return Job(what, cluster, strategy, data, model, ends, callbacks)
 
 
 def join(what: Recipe, cluster: Cluster) -> None:

@@ -18,7 +18,8 @@ import yaml
 
 from tfgpu import atomic
 from tfgpu.errors import InputError
-from tfgpu.recipes.recipe import FACTS, INPUT, Recipe, make, read, read_facts
+from tfgpu.recipes.reading import FACTS, read, read_facts
+from tfgpu.recipes.recipe import INPUT, Recipe, make
 
 CONFIG = "config.yaml"
 MODEL = "model.keras"

@@ -7,6 +7,7 @@ a corpus, or `image_size` and `classes`. Other sources are opened. Nothing is wr
 import contextlib
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import keras
@@ -136,7 +137,7 @@ def _train(job: building.Job) -> dict[str, float]:
         job.data.train.take(UPDATES * job.recipe.accumulate),
         validation_data=None if job.data.validation is None else job.data.validation.take(1),
         epochs=1,
-        callbacks=[*job.schedule_callbacks, *job.ending_callbacks, Memory()],
+        callbacks=[*job.callbacks, Memory()],
         shuffle=False,
         verbose=0,
     )
@@ -145,7 +146,7 @@ def _train(job: building.Job) -> dict[str, float]:
 
 def _lines(what: Recipe, job: building.Job, logs: dict[str, float], *, is_real: bool, built_s: float) -> list[str]:
     info, model = job.data.info, job.model
-    about = facts.collect(what, strategy=job.strategy, model=model, info=info, started=facts.now())
+    about = facts.collect(job, datetime.now())
     batch, steps = job.recipe.global_batch, min(UPDATES * what.accumulate, info.steps_per_epoch)
     cut = f" (cut from {what.global_batch:,} for CPUs)" if batch < what.global_batch else ""
     size = {name: value for name, value in logs.items() if name in ("loss", "val_loss")}

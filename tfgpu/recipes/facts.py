@@ -9,39 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tfgpu import environment, strategies
+from tfgpu import environment, precision, strategies
 from tfgpu.callbacks.memory import is_peak
 from tfgpu.callbacks.progress import line
-from tfgpu.data import Info
 from tfgpu.recipes import pretrained, wording
+from tfgpu.recipes.building import Job
 from tfgpu.recipes.directory import git_commit
+from tfgpu.recipes.heads import metric_names
 from tfgpu.recipes.recipe import Recipe, shares
 from tfgpu.recipes.report import Report, best_epoch
 
 
-def collect(
-    recipe: Recipe,
-    *,
-    strategy: tf.distribute.Strategy,
-    model: keras.Model,
-    info: Info,
-    started: datetime,
-    devices: Sequence[str] | None = None,
-) -> dict[str, Any]:
+def collect(job: Job, started: datetime) -> dict[str, Any]:
     """Collects what is known before the first step, as plain values for YAML.
 
     Args:
-        recipe: the recipe.
-        strategy: of the replicas.
-        model: the model.
-        info: of the data.
+        job: the run.
         started: when.
-        devices: that hold the model; None: the strategy's, of which a pipeline and tensor parallelism have one.
     """
-    spread = strategies.describe(strategy)
-    devices = spread["devices"] if devices is None else devices
+    model, info, finetuned = job.model, job.data.info, job.finetuned
+    spread = strategies.describe(job.strategy)
+    devices = finetuned.devices if finetuned else spread["devices"]  # a pipeline's strategy has one of its devices
     names = {device.name: device.description for device in environment.devices()}
     described = sorted({names[name] for name in devices if names.get(name)})
     return {
@@ -66,6 +55,7 @@ def collect(
         "augment": [{name: dict(options)} for name, options in info.augment],
         "versions": versions(),
         "git_commit": git_commit(),
+        **({"pretrained": dict(finetuned.facts)} if finetuned else {}),
     }
 
 
@@ -115,15 +105,10 @@ def title(recipe: Recipe) -> str:
 
 
 def report(
-    recipe: Recipe,
-    facts: Mapping[str, Any],
-    *,
-    rows: Sequence[Mapping[str, float]],
-    tested: Mapping[str, float],
-    metrics: Sequence[str],
-    **content: Any,
+    job: Job, facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]], tested: Mapping[str, float], **content: Any
 ) -> Report:
     """Arranges a finished run's facts for the report; `content` are further fields of `Report`."""
+    recipe, metrics = job.recipe, metric_names(job.heads)
     defaults = Recipe().model_dump() | shares(recipe.data)
     settings = {
         name: f"{_text(value)}{'' if value == defaults[name] else ' *'}"
@@ -145,8 +130,15 @@ def report(
             "Versions": {**facts["versions"], "git commit": facts["git_commit"] or "-"},
         },
         settings=settings,
+        advice=_advice(job.model),
+        class_names=job.data.info.class_names,
         **content,
     )
+
+
+def _advice(model: keras.Model) -> list[str]:
+    findings = precision.advice(model)
+    return [f"{found.layer}: {found.dimension} = {found.size}. {found.suggestion}" for found in findings]
 
 
 def _hardware(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,11 +255,6 @@ def _learned(targets: Any) -> Any:
     if targets.kind == "other":
         return "what the model's own loss takes"
     return "a number" if targets.shape in ((), (1,)) else f"{shape_text(targets.shape)} numbers"
-
-
-def now() -> datetime:
-    """The current time, as `collect` expects it."""
-    return datetime.now()
 
 
 def _processor() -> str:

@@ -19,7 +19,7 @@ from tfgpu.losses.chunked_crossentropy import ChunkedCrossentropy
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.rematerialization import api as rematerialization
 from tfgpu.parallel.zero import sharding
-from tfgpu.recipes import building, compiling, endings
+from tfgpu.recipes import building, compiling
 from tfgpu.recipes.building import Job
 from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import Recipe
@@ -114,9 +114,8 @@ def build(what: Recipe, cluster: Cluster) -> Job:
         "trainable_parameters": trained,
     }
     finetuned = Finetuned(task, tokenizer, parts, names, layout.devices, facts)
-    ending = endings.callbacks(what)
-    strategy = model.distribute_strategy
-    return Job(what, cluster, strategy, parts.data, model, ends, schedule.callbacks, ending, finetuned)
+    callbacks = (*schedule.callbacks, *compiling.callbacks(what))
+    return Job(what, cluster, model.distribute_strategy, parts.data, model, ends, callbacks, finetuned)
 
 
 def _layout(what: Recipe, cluster: Cluster) -> layouts.Layout:

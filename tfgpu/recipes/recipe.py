@@ -16,22 +16,7 @@ from tfgpu.data.names import TASKS, parse_source
 from tfgpu.errors import InputError, is_whole, unknown
 from tfgpu.recipes import agreement, pretrained
 from tfgpu.recipes.pretrained import setting as _field
-from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
-from tfgpu.recipes.trust import refuse_code
-
-__all__ = [
-    "FACTS",
-    "INPUT",
-    "OWN_SETTINGS",
-    "Recipe",
-    "check",
-    "choices",
-    "load",
-    "make",
-    "parse_value",
-    "read",
-    "read_facts",
-]
+from tfgpu.recipes.reading import parse_value, read, refuse_code
 
 INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # affect speed, not results
 STYLE = ("initializer", "normalization", "dropout")  # a builder's arguments that are settings of a recipe

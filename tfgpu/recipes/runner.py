@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from rich.console import Console
 
-from tfgpu import atomic, precision
+from tfgpu import atomic
 from tfgpu.callbacks import tracking
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import EventsFile, MetricsFile
@@ -27,10 +27,10 @@ from tfgpu.core import replication
 from tfgpu.core.state import broadcast
 from tfgpu.data import Data
 from tfgpu.errors import InputError, Preempted
-from tfgpu.recipes import building, compiling, directory, endings, facts, finetune, monitored, recipe
+from tfgpu.recipes import building, compiling, directory, facts, finetune, recipe
 from tfgpu.recipes.heads import metric_names
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.recipes.report import MOST_CLASSES, render
+from tfgpu.recipes.report import MOST_CLASSES, monitored, render
 from tfgpu.recipes.watch import (
     Terminated,
     TrainingError,
@@ -115,11 +115,11 @@ def run(
         with unstarted():
             held.enter_context(building.prepare(what))
             job = (finetune if what.preset else building).build(what, cluster)
-            about = _about(job, started)
+            about = facts.collect(job, started)
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
             console.print("\n".join(facts.headline(what, about)), markup=False, soft_wrap=not console.is_terminal)
-        early = endings.about_average(what, job.model.optimizer, steps_per_epoch=job.data.info.steps_per_epoch)
+        early = compiling.about_average(what, job.model.optimizer, steps_per_epoch=job.data.info.steps_per_epoch)
         if early and cluster.is_chief:
             _log.warning(early)
         path, made = None, []
@@ -186,19 +186,6 @@ def check(
     return cluster
 
 
-def _about(job: building.Job, started: datetime) -> dict[str, Any]:
-    """The facts of a run before its first step."""
-    about = facts.collect(
-        job.recipe,
-        strategy=job.strategy,
-        model=job.model,
-        info=job.data.info,
-        started=started,
-        devices=job.finetuned.devices if job.finetuned else None,
-    )
-    return about | ({"pretrained": dict(job.finetuned.facts)} if job.finetuned else {})
-
-
 def _train(
     job: building.Job,
     path: Path | None,
@@ -225,7 +212,7 @@ def _train(
             metrics.write()
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
-            callbacks = [*job.schedule_callbacks, *job.ending_callbacks, Memory(), metrics, watch, events]
+            callbacks = [*job.callbacks, Memory(), metrics, watch, events]
             callbacks += [*_monitor(job, shared), *([progress] if progress else []), *more, checkpoint]
             job.data.seek(first)
             # Even with no epoch left: the last checkpoint precedes the end of `fit`, which assigns averaged weights.
@@ -270,25 +257,15 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
         "finished": datetime.now().isoformat(timespec="seconds"),
         "training_time_s": round(sum(row["epoch_time_s"] for row in rows), 3),
         **{f"test_{name}": value for name, value in tested.items()},
-        "final_weights": endings.ends_with(job.ending_callbacks),
+        "final_weights": compiling.ends_with(job.callbacks),
     }
     can_predict = job.data.test is not None and not job.cluster.is_multi_worker
     matrix = _confusion(job.model, job.data) if can_predict else None
     samples = job.finetuned.samples(job.model, job.recipe) if job.finetuned else ()
     _save(job, path)
     if path:
-        page = facts.report(
-            job.recipe,
-            about,
-            rows=rows,
-            tested=tested,
-            metrics=metric_names(job.heads),
-            advice=_advice(job.model),
-            confusion=matrix,
-            class_names=job.data.info.class_names,
-            monitor=monitored.read(path / directory.MONITOR) if job.recipe.watch_machine else None,
-            samples=samples,
-        )
+        machines = monitored(path / directory.MONITOR) if job.recipe.watch_machine else None
+        page = facts.report(job, about, rows, tested, confusion=matrix, monitor=machines, samples=samples)
         atomic.write_text(path / directory.REPORT, render(page))
         directory.write_config(path, job.recipe, about)
     return Result(tested.get("accuracy"), tested.get("loss"), tuple(rows), path, about, tested)
@@ -323,11 +300,6 @@ def _checkpoint(job: building.Job, path: Path | None, writer: Writer, *, resume:
     checkpoint.go_on = how_to_resume(path)
     checkpoint.warns_when_over = False
     return checkpoint
-
-
-def _advice(model: keras.Model) -> list[str]:
-    findings = precision.advice(model)
-    return [f"{found.layer}: {found.dimension} = {found.size}. {found.suggestion}" for found in findings]
 
 
 def _save(job: building.Job, path: Path | None) -> None:

@@ -9,7 +9,7 @@ import h5py
 import keras
 import numpy as np
 
-from tfgpu.checkpoint import lora_layers
+from tfgpu.checkpoint import lora
 from tfgpu.errors import InputError, unknown
 from tfgpu.repairs import saving
 from tfgpu.serving import formats, peft
@@ -65,7 +65,7 @@ def export_adapters(
     path = Path(path)
     if format == "keras" and not path.name.endswith(_ENDING):
         path = path.with_name(path.name + _ENDING)
-    found = lora_layers.found_in(model)
+    found = lora.found_in(model)
     if not found:
         raise InputError(f"No layer of {model.name!r} has LoRA. Call `layer.enable_lora(rank)`, and train it, first.")
     _check_free(path, format, overwrite)
@@ -105,8 +105,8 @@ def load_adapters(model: keras.Model, path: str | os.PathLike[str], *, check_bas
     """
     path = Path(path)
     facts, pairs, trained = _read(path)
-    others, found = lora_layers.other_weights(model), {each.place: each for each in lora_layers.found_in(model)}
-    places, candidates = [layer["place"] for layer in facts["layers"]], lora_layers.with_weights(model)
+    others, found = lora.other_weights(model), {each.place: each for each in lora.found_in(model)}
+    places, candidates = [layer["place"] for layer in facts["layers"]], lora.with_weights(model)
     if len(others) != len(facts["base"]) or max(places) >= len(candidates):
         raise InputError(
             f"{path} is for a model of {len(facts['base'])} weights, and {model.name!r} has {len(others)} besides "
@@ -120,7 +120,7 @@ def load_adapters(model: keras.Model, path: str | os.PathLike[str], *, check_bas
         with model.distribute_strategy.scope():
             for layer in facts["layers"]:
                 candidates[layer["place"]].enable_lora(layer["rank"], lora_alpha=layer["alpha"])
-    for each in lora_layers.found_in(model):
+    for each in lora.found_in(model):
         for variable, value in zip(each.variables(), pairs[each.place], strict=True):
             if tuple(variable.shape) != value.shape:
                 raise InputError(f"{path} has {value.shape} for {variable.path}, the model {tuple(variable.shape)}.")
@@ -148,7 +148,7 @@ def _check_same_layers(model: keras.Model, path: Path, layers: list[dict], found
 
 def _check_base(model: keras.Model, path: Path, expected: list, others: list) -> None:
     frozen = [at for at, digest in enumerate(expected) if digest is not None]
-    here = lora_layers.digests(model, [others[at] for at in frozen])
+    here = lora.digests(model, [others[at] for at in frozen])
     differ = [others[at].path for at, digest in zip(frozen, here, strict=True) if digest != expected[at]]
     if differ:
         raise InputError(
@@ -157,11 +157,11 @@ def _check_base(model: keras.Model, path: Path, expected: list, others: list) ->
         )
 
 
-def _write(model: keras.Model, found: list[lora_layers.LoraLayer], path: Path) -> None:
+def _write(model: keras.Model, found: list[lora.LoraLayer], path: Path) -> None:
     """Writes the file: KerasHub's layout, in which each layer has its position, and facts in an attribute."""
-    others = lora_layers.other_weights(model)
+    others = lora.other_weights(model)
     trains = [getattr(variable, "trainable", False) for variable in others]
-    kept = iter(lora_layers.digests(model, [v for v, trained in zip(others, trains, strict=True) if not trained]))
+    kept = iter(lora.digests(model, [v for v, trained in zip(others, trains, strict=True) if not trained]))
     facts = {
         "version": 1,
         "base": [None if trained else next(kept) for trained in trains],

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import safetensors.numpy
 
-from tfgpu.checkpoint import lora_layers
+from tfgpu.checkpoint import lora
 from tfgpu.compat import keras_hub
 from tfgpu.compat.layers import KernelOf
 from tfgpu.core.state import sharded_variable
@@ -50,7 +50,7 @@ class Factors:
         return self.a.shape[0]
 
 
-def contents(model: keras.Model, found: Sequence[lora_layers.LoraLayer], base: Path) -> dict[str, bytes]:
+def contents(model: keras.Model, found: Sequence[lora.LoraLayer], base: Path) -> dict[str, bytes]:
     """The files of a folder for PEFT, by their names.
 
     Args:
@@ -86,7 +86,7 @@ def contents(model: keras.Model, found: Sequence[lora_layers.LoraLayer], base: P
     return _files({name: _joined(several) for name, several in modules.items()}, whole, config, base)
 
 
-def _named(model: keras.Model, found: Sequence[lora_layers.LoraLayer], biases: Sequence, config: Path, arrays: Mapping):
+def _named(model: keras.Model, found: Sequence[lora.LoraLayer], biases: Sequence, config: Path, arrays: Mapping):
     """The kernels and biases with their names in the folder."""
     converter = keras_hub.converter_of(model, config)
     if converter is None:
@@ -116,7 +116,7 @@ def _named(model: keras.Model, found: Sequence[lora_layers.LoraLayer], biases: S
     return named
 
 
-def _trained_biases(model: keras.Model, found: Sequence[lora_layers.LoraLayer]) -> list:
+def _trained_biases(model: keras.Model, found: Sequence[lora.LoraLayer]) -> list:
     """The biases of layers with LoRA that train with it.
 
     Raises:
@@ -125,7 +125,7 @@ def _trained_biases(model: keras.Model, found: Sequence[lora_layers.LoraLayer]) 
     own = [getattr(each.layer, "bias", None) for each in found]
     biases = [bias for bias in own if bias is not None and bias.trainable]
     known = {id(sharded_variable.shard_of(bias)) for bias in biases} | {id(bias) for bias in biases}
-    others = [v for v in lora_layers.other_weights(model) if getattr(v, "trainable", False)]
+    others = [v for v in lora.other_weights(model) if getattr(v, "trainable", False)]
     paths = [v.path for v in others if id(getattr(v, "shards", [v])[0]) not in known]
     if paths:
         raise InputError(
@@ -144,7 +144,7 @@ def _module(key: str, config: Mapping) -> str:
     return name if name.startswith(prefix) else prefix + name
 
 
-def _factors(each: lora_layers.LoraLayer, kernel: KernelOf, hook, shape: Sequence[int], is_turned: bool) -> Factors:
+def _factors(each: lora.LoraLayer, kernel: KernelOf, hook, shape: Sequence[int], is_turned: bool) -> Factors:
     """The adapter of a layer as one of the weight from which its kernel is made.
 
     Args:

@@ -80,19 +80,30 @@ def facts(chosen: tuple[Device, ...], implementation, **options: object) -> dict
     return {"communication": ", ".join([f"{len(chosen)} {chosen[0].kind}", implementation.value, *told])}
 
 
-def set_up(strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: str, bytes_per_pack: int | None) -> None:
-    """Makes the replicas of a strategy sum in these packs.
+def set_up(
+    strategy: tf.distribute.Strategy,
+    all_reduce: str,
+    bytes_per_pack: int | None,
+    reduce_dtype: str | None,
+    top_k: float | None,
+) -> None:
+    """Makes the replicas of a new strategy sum in these packs, and compress the gradients that they send.
 
     With `"hierarchical"` they sum within each process first, where processes have several devices.
     """
+    replication.made.add(strategy)
     is_large = replication.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1
     if all_reduce == "hierarchical" and is_large:
         distribute.set_cross_device_ops(strategy, TwoLevelAllReduce(strategy))
     if bytes_per_pack is not None:
         collectives.set_bytes_per_pack(strategy, bytes_per_pack)
+    if reduce_dtype is not None:
+        travel.set_reduce_dtype(strategy, reduce_dtype)
+    if top_k is not None:
+        gradient_compression.set_top_k(strategy, float(top_k))
 
 
-def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
+def check(all_reduce: str, bytes_per_pack: int | None, reduce_dtype: str | None, top_k: float | None) -> None:
     """Raises `InputError` for values that are invalid, exclude each other, or need the repairs."""
     if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
         raise unknown("reduce_dtype", reduce_dtype, REDUCE_DTYPES)
@@ -104,10 +115,6 @@ def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
     for name, value in (("reduce_dtype", reduce_dtype), ("top_k", top_k)):
         if value is not None and not repairs.is_enabled():
             raise InputError(f"`{name}` needs the Keras repairs, which TFGPU_REPAIR=0 switches off. Unset it.")
-
-
-def check_bytes_per_pack(bytes_per_pack: int | None, all_reduce: str) -> None:
-    """Raises `InputError` for a number of bytes that is invalid, or that the all-reduce does not know."""
     if bytes_per_pack is None:
         return
     whole_number("bytes_per_pack", bytes_per_pack, minimum=0)
@@ -125,15 +132,6 @@ def check_nccl_dtype(reduce_dtype: str | None) -> None:
             "reduce_dtype='bfloat16' saves no bytes between GPUs: TensorFlow's NCCL has no bfloat16. Use "
             "reduce_dtype='float16', with keras.optimizers.LossScaleOptimizer against overflow, or remove it."
         )
-
-
-def compress(strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None) -> tf.distribute.Strategy:
-    """Makes the replicas of a strategy compress the gradients that they send; returns the strategy."""
-    if reduce_dtype is not None:
-        travel.set_reduce_dtype(strategy, reduce_dtype)
-    if top_k is not None:
-        gradient_compression.set_top_k(strategy, float(top_k))
-    return strategy
 
 
 def _need_physical_gpus(chosen: tuple[Device, ...]) -> None:

@@ -116,7 +116,10 @@ def strategy(
     applicable = inspect.signature(make).parameters
     for name, value in given.items():
         if name not in applicable and name != "cluster":
-            raise InputError(_does_not_apply(kind, name, value))
+            others = [f"`{other}`" for other, each in _FACTORIES.items() if name in inspect.signature(each).parameters]
+            raise InputError(
+                f"`{name}` does not apply to `{kind}`. Received: {value!r}. Remove it, or use {' or '.join(others)}."
+            )
     if kind == "mirrored" and cluster.is_multi_worker:
         _log.warning("The cluster has %d workers, but 'mirrored' trains in each by itself.", cluster.size)
     return make(**{name: value for name, value in given.items() if name in applicable})
@@ -132,8 +135,3 @@ def _choose(devices: Devices, cluster: Cluster) -> str:
         return "multi_worker"
     chosen = environment.accelerators() if devices is None else environment.select(devices)
     return "mirrored" if len(chosen) > 1 else "one_device"
-
-
-def _does_not_apply(kind: str, name: str, value: object) -> str:
-    others = [f"`{other}`" for other, make in _FACTORIES.items() if name in inspect.signature(make).parameters]
-    return f"`{name}` does not apply to `{kind}`. Received: {value!r}. Remove it, or use {' or '.join(others)}."

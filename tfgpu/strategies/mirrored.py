@@ -5,7 +5,6 @@ import tensorflow as tf
 from tfgpu import environment
 from tfgpu.compat import distribute
 from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
-from tfgpu.core import collectives, replication
 from tfgpu.core.row_mixing import choices
 from tfgpu.parallel import remote_devices, replicas
 from tfgpu.repairs import batch_normalization
@@ -48,8 +47,7 @@ def mirrored(
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
     """
     checks = settings.check(check_replicas, on_difference)
-    communication.check_compression(reduce_dtype, top_k)
-    communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
+    communication.check(all_reduce, bytes_per_pack, reduce_dtype, top_k)
     chosen = environment.accelerators() if devices is None else environment.select(devices, remote_devices.names())
     operations = communication.choose_cross_device_ops(all_reduce, chosen)
     is_remote = remote_devices.connection() is not None
@@ -59,8 +57,6 @@ def mirrored(
     made = replicas.mirrored(chosen, operations)
     if has_nccl:
         distribute.use_nccl(made)
-    if bytes_per_pack is not None:
-        collectives.set_bytes_per_pack(made, bytes_per_pack)
+    communication.set_up(made, all_reduce, bytes_per_pack, reduce_dtype, top_k)
     made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
-    replication.made.add(made)
-    return settings.choose(communication.compress(made, reduce_dtype, top_k), checks)
+    return settings.choose(made, checks)

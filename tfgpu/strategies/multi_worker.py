@@ -6,7 +6,6 @@ from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import devices_initialized, worker_devices
 from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
-from tfgpu.core import replication
 from tfgpu.core.dealing import sharing
 from tfgpu.core.randomness import data_order
 from tfgpu.core.row_mixing import choices
@@ -67,13 +66,13 @@ def multi_worker(
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
     checks = settings.check(check_replicas, on_difference)
-    communication.check_compression(reduce_dtype, top_k)
-    communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
+    communication.check(all_reduce, bytes_per_pack, reduce_dtype, top_k)
     chosen = _worker_devices(devices)
     implementation = communication.choose_implementation(all_reduce, chosen)
     if implementation == tf.distribute.experimental.CommunicationImplementation.NCCL:
         communication.check_nccl_dtype(reduce_dtype)
-    found = make_resolver(cluster, _training_jobs(cluster), gpus=sum(device.kind == "GPU" for device in chosen))
+    jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
+    resolver = make_resolver(cluster, jobs, gpus=sum(device.kind == "GPU" for device in chosen))
     if not devices_initialized():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
         # `tfgpu run` has met the others at the start. Meet again: TensorFlow would wait an hour for one that is late.
         told = communication.facts(
@@ -91,15 +90,10 @@ def multi_worker(
         )
         rendezvous.join(cluster, again=True, facts=data_order.facts() | told)
     repairs.repair_keras()
-    made = _make(found, chosen, tf.distribute.experimental.CommunicationOptions(implementation=implementation))
-    communication.set_up(made, all_reduce, bytes_per_pack)
+    made = _make(resolver, chosen, tf.distribute.experimental.CommunicationOptions(implementation=implementation))
+    communication.set_up(made, all_reduce, bytes_per_pack, reduce_dtype, top_k)
     made = sharing.choose(batch_normalization.choose_moments(made, batch_norm), python_data)
-    replication.made.add(made)
-    return settings.choose(communication.compress(choices.choose_unproven(made, unproven), reduce_dtype, top_k), checks)
-
-
-def _training_jobs(cluster: Cluster) -> dict[str, list[str]]:
-    return {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
+    return settings.choose(choices.choose_unproven(made, unproven), checks)
 
 
 def _make(

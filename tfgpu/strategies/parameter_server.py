@@ -85,9 +85,7 @@ def parameter_server(
             f"`parameter_server` trains from the chief. Found: {describe_task(cluster)}. "
             "To evaluate its checkpoints, use `tfgpu.asynchronous.evaluate_checkpoints`."
         )
-    _share_gpus(cluster)
-    peers.fail_fast()
-    rendezvous.join(cluster)
+    _join(cluster)
     _wait_for_peers(cluster)  # their servers start now
     repairs.repair_keras()
     strategy = tf.distribute.ParameterServerStrategy(make_resolver(cluster, {job: jobs[job] for job in _JOBS}))
@@ -123,9 +121,7 @@ def serve(cluster: Cluster | None = None, *, watch: str | Path | None = None) ->
             "`serve` is for the workers and parameter servers of a cluster with a chief. "
             f"Found: {describe_task(cluster)}. Set TF_CONFIG's `task`; the chief calls `tfgpu.strategy()`."
         )
-    _share_gpus(cluster)
-    peers.fail_fast()
-    rendezvous.join(cluster)
+    _join(cluster)
     with peers.hearing_term(peers.leave), _watching(cluster, watch):
         server = _server(cluster)
         peers.stay_with(cluster.workers[0], f"{cluster.task_type} {cluster.task_index}")
@@ -146,19 +142,21 @@ def _server(cluster: Cluster) -> tf.distribute.Server:
     )
 
 
-def _share_gpus(cluster: Cluster) -> None:
-    """Leaves a machine's GPUs to its workers: a server sees none, the others take memory as they need it.
+def _join(cluster: Cluster) -> None:
+    """Waits for the other tasks; leaves a machine's GPUs to its workers.
 
-    `tfgpu launch` gives each task its GPUs; tasks that were started otherwise all see all of them. What the script has
-    set itself stays: memory limits, and devices that have started.
+    A server sees no GPU, the others take memory as they need it. `tfgpu launch` gives each task its GPUs; tasks that
+    were started otherwise all see all of them. What the script has set itself stays: memory limits, and devices that
+    have started.
     """
-    if environment.is_initialized():
-        return
-    if cluster.task_type == "ps":
-        tf.config.set_visible_devices([], "GPU")
-    for gpu in tf.config.get_visible_devices("GPU"):
-        if not tf.config.get_logical_device_configuration(gpu):
-            tf.config.experimental.set_memory_growth(gpu, True)
+    if not environment.is_initialized():
+        if cluster.task_type == "ps":
+            tf.config.set_visible_devices([], "GPU")
+        for gpu in tf.config.get_visible_devices("GPU"):
+            if not tf.config.get_logical_device_configuration(gpu):
+                tf.config.experimental.set_memory_growth(gpu, True)
+    peers.fail_fast()
+    rendezvous.join(cluster)
 
 
 def _watching(cluster: Cluster, folder: str | Path | None) -> contextlib.AbstractContextManager[None]:

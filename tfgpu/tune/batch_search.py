@@ -129,19 +129,19 @@ def batch_size(
     base = recipe_of(recipe, allow_code) or Recipe()
     recipes.check(base, needs_data=False)
     with tempfile.TemporaryDirectory(prefix="tfgpu-batches-") as folder:
-        child = _Child(base, Path(folder) / "log", timeout_s, memory_limit_bytes, repeats, scale)
-        about = child.about()
+        search = _Search(base, Path(folder) / "log", timeout_s, memory_limit_bytes, repeats, scale)
+        about = search.about()
         bounds = _bounds(base, about, lowest, highest, granularity)
         tries: list[BatchTry] = []
         while (batch := batches.next_batch(tries, bounds, largest=largest)) is not None:
-            tries.append(child.attempt(batch, about["examples"]))
+            tries.append(search.attempt(batch, about["examples"]))
             if on_try is not None:
                 on_try(tries[-1])
-    return _result(base, tries, about, bounds, scale, largest, child.refused)
+    return search.result(tries, about, bounds, largest)
 
 
-class _Child:
-    """Runs the processes of a search, one at a time."""
+class _Search:
+    """Runs the processes of a search, one at a time, and judges its tries."""
 
     def __init__(self, base: Recipe, log: Path, timeout_s: float, memory_bytes: int | None, repeats: int, scale: str):
         self._base, self._log, self._timeout_s = base, log, timeout_s
@@ -178,6 +178,48 @@ class _Child:
         rate, (low, high) = ended["examples_per_s"], ended["spread"]
         return BatchTry(batch, True, rate, (low, high), batch / rate, ended["peaks"], time_s=time_s)
 
+    def result(
+        self, tries: list[BatchTry], about: Mapping[str, Any], bounds: Bounds, wants_largest: bool
+    ) -> BatchSizes:
+        """Judges the tries.
+
+        Raises:
+            MachineError: none fits.
+        """
+        fastest = batches.fastest(tries)
+        if fastest is None:
+            raise MachineError(
+                f"Even a batch of {tries[0].batch} does not fit: {tries[0].reason} Lower `lowest`, or see "
+                "docs/guides/memory.md for ways to save memory."
+            )
+        found = scaling.settings(self._base, fastest, scale=self._scale)
+        notes = []
+        if wants_largest and all(one.fits for one in tries):
+            are_few = about["examples"] is not None and bounds.highest >= about["examples"] // self._base.accumulate
+            why = f", and there are only {about['examples']:,} training examples" if are_few else ""
+            notes.append(f"All batches up to {bounds.highest:,}, the largest tried, fit{why}.")
+        if about["examples"] is None:
+            notes.append(f"The number of training examples is unknown; batches may exceed it. {about['missing']}")
+        if not about["made_up"]:
+            notes.append("Measured by repeating one batch of the recipe's data.")
+        if (spread := batches.spread_of(tries)) > _BUSY:
+            notes.append(
+                f"Measurements of a batch differ by {spread:.0%}, so the fastest may be wrong. Is the machine busy?"
+            )
+        if fastest in self.refused:
+            notes.append(f"The recipe is invalid with these settings: {self.refused[fastest]}")
+        return BatchSizes(
+            tries=tuple(tries),
+            largest=batches.largest(tries) if wants_largest else None,
+            fastest=fastest,
+            settings=found,
+            recipe=scaling.with_settings(self._base, found),
+            replicas=about["replicas"],
+            examples=about["examples"],
+            device=about["device"],
+            notes=tuple(notes),
+        )
+
     def _run(self, task: Mapping[str, Any]) -> dict[str, Any]:
         self._log.unlink(missing_ok=True)
         process = TrialProcess(task, str(self._log), {}, _CHILD)
@@ -199,10 +241,8 @@ class _Child:
         """
         reason = str(ended["reason"])
         said = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
-        if ended["end"] in ("timed out", "out of memory"):
-            return reason
         code = ended.get("code", 0)
-        if code == -signal.SIGKILL:
+        if ended["end"] in ("timed out", "out of memory") or code == -signal.SIGKILL:
             return reason
         if not ended.get("input") and (_NO_MEMORY.search(reason) or (code and _NO_MEMORY.search(said))):
             return reason
@@ -237,53 +277,6 @@ def _bounds(
             f"replicas={replicas}. Use {math.ceil(granularity / replicas) * replicas}."
         )
     return Bounds(low, high, replicas, granularity)
-
-
-def _result(
-    base: Recipe,
-    tries: list[BatchTry],
-    about: Mapping[str, Any],
-    bounds: Bounds,
-    scale: str,
-    wants_largest: bool,
-    refused: Mapping[int, str],
-) -> BatchSizes:
-    fastest = batches.fastest(tries)
-    if fastest is None:
-        raise MachineError(
-            f"Even a batch of {tries[0].batch} does not fit: {tries[0].reason} Lower `lowest`, or see "
-            "docs/guides/memory.md for ways to save memory."
-        )
-    found = scaling.settings(base, fastest, scale=scale)
-    notes = []
-    if wants_largest and all(one.fits for one in tries):
-        why = (
-            ""
-            if about["examples"] is None or bounds.highest < about["examples"] // base.accumulate
-            else f", and there are only {about['examples']:,} training examples"
-        )
-        notes.append(f"All batches up to {bounds.highest:,}, the largest tried, fit{why}.")
-    if about["examples"] is None:
-        notes.append(f"The number of training examples is unknown; batches may exceed it. {about['missing']}")
-    if not about["made_up"]:
-        notes.append("Measured by repeating one batch of the recipe's data.")
-    if (spread := batches.spread_of(tries)) > _BUSY:
-        notes.append(
-            f"Measurements of a batch differ by {spread:.0%}, so the fastest may be wrong. Is the machine busy?"
-        )
-    if fastest in refused:
-        notes.append(f"The recipe is invalid with these settings: {refused[fastest]}")
-    return BatchSizes(
-        tries=tuple(tries),
-        largest=batches.largest(tries) if wants_largest else None,
-        fastest=fastest,
-        settings=found,
-        recipe=scaling.with_settings(base, found),
-        replicas=about["replicas"],
-        examples=about["examples"],
-        device=about["device"],
-        notes=tuple(notes),
-    )
 
 
 def _check(numbers: Mapping[str, int | None], timeout_s: float) -> None:

@@ -11,8 +11,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import tensorflow as tf
+
+from tfgpu import environment
+from tfgpu.callbacks.memory import peaks
 from tfgpu.errors import InputError, MachineError
-from tfgpu.recipes import building, runner
+from tfgpu.measure.input import epoch_times
+from tfgpu.recipes import building, compiling, dry, runner
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune.trial import Line, serve
@@ -36,9 +41,6 @@ def run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
 
 def about(what: Recipe) -> dict[str, Any]:
     """Returns the numbers of replicas and of training examples (None if unknown without the data)."""
-    from tfgpu import environment
-    from tfgpu.recipes import dry
-
     known = dry.shape_of(what)
     cluster = runner.check(what, is_dry=known is not None)
     with building.prepare(what):
@@ -67,10 +69,6 @@ def limit(memory_bytes: int) -> None:
 
     On Linux, RLIMIT_DATA counts reserved memory, which is more than the resident memory.
     """
-    import tensorflow as tf
-
-    from tfgpu import environment
-
     if tf.config.list_physical_devices("GPU"):
         environment.set_memory_limit(memory_bytes)
     else:
@@ -89,18 +87,13 @@ def measure(what: Recipe, repeats: int) -> dict[str, Any]:
     Returns:
         The median and range of examples per second, and the memory peaks.
     """
-    from tfgpu.callbacks.memory import peaks
-    from tfgpu.measure.input import epoch_times
-    from tfgpu.recipes import dry
-
     known = dry.shape_of(what)
     cluster = runner.check(what, is_dry=known is not None)
     with building.prepare(what):
         made, source = what, None
         if known is not None:
-            made = what.model_copy(
-                update={"cache": "auto", "cache_directory": None, "image_size": None, "length": None}
-            )
+            changes = {"cache": "auto", "cache_directory": None, "image_size": None, "length": None}
+            made = what.model_copy(update=changes)
             source = dry.made_up(known, what.global_batch, what.accumulate)
         job = building.build(made, cluster, source=source)
         batch = job.data.train.take(1).cache().repeat()
@@ -121,8 +114,6 @@ def measure(what: Recipe, repeats: int) -> dict[str, Any]:
 
 def _refused(what: Recipe, examples: int | None) -> str:
     """Why a run would reject these settings, although the schema accepts them."""
-    from tfgpu.recipes import compiling
-
     if examples is None:
         return ""
     try:

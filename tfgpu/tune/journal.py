@@ -91,7 +91,11 @@ class Journal:
     def ask(self) -> Any:
         """Begins a trial. Its settings depend only on the seed, its number and the earlier results."""
         with quiet():
-            self._reseed(len(self.trials))
+            # A sampler for each trial: a resumed study draws as an uninterrupted one.
+            seed = (self._seed * 1_000_003 + len(self.trials)) % 2**32
+            samplers = self._optuna.samplers
+            kind = samplers.TPESampler if self._sampler == "tpe" else samplers.RandomSampler
+            self._study.sampler = kind(seed=seed)
             return self._study.ask()
 
     def settings(self, trial: Any) -> dict[str, Any]:
@@ -120,14 +124,6 @@ class Journal:
             else:
                 pruned = status == "pruned" or status in UNFIT
                 self._study.tell(trial, state=states.PRUNED if pruned else states.FAIL)
-
-    def _reseed(self, number: int) -> None:
-        """Creates a sampler for each trial, so that a resumed study draws as an uninterrupted one."""
-        seed = (self._seed * 1_000_003 + number) % 2**32
-        samplers = self._optuna.samplers
-        self._study.sampler = (
-            samplers.TPESampler(seed=seed) if self._sampler == "tpe" else samplers.RandomSampler(seed=seed)
-        )
 
     def _pruner(self, name: str, epochs: int) -> Any:
         pruners = self._optuna.pruners

@@ -18,8 +18,7 @@ from tfgpu.redact import printable
 from tfgpu.sensors import nvml
 
 _STOP_S = 10.0
-_MOST = 500
-"""Most characters of a trial's last line."""
+_MOST = 500  # most characters of a trial's last line
 
 
 class TrialProcess:

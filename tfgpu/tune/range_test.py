@@ -26,10 +26,8 @@ from tfgpu.training.incremental import names
 from tfgpu.training.incremental.continuing import From
 from tfgpu.tune.scaling import rate_text
 
-_DIVERGED = 4.0
-"""The sweep ends when the loss is this many times its minimum, and above its first value."""
-_LEAST_DROP = 0.02
-"""The least fall of the loss, as a share of its first value."""
+_DIVERGED = 4.0  # the sweep ends when the loss is this many times its minimum, and above its first value
+_LEAST_DROP = 0.02  # the least fall of the loss, as a share of its first value
 _LEAST_STEPS = 20
 
 

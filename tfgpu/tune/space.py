@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 from tfgpu.errors import InputError, unknown
 from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.reading import parse_value
 from tfgpu.recipes.recipe import Recipe
 
 SCALES = ("linear", "log", "powers")
@@ -265,7 +266,7 @@ def _range(name: str, text: str) -> Range:
 
 
 def _values(text: str) -> tuple[Any, ...]:
-    found = recipes.parse_value(f"[{text}]")
+    found = parse_value(f"[{text}]")
     if not isinstance(found, list) or not all(part.strip() for part in text.split(",")):
         raise InputError(f"cannot parse the list. Received: {text!r}. {_FORM}.")
     return tuple(found)

@@ -10,11 +10,11 @@ import yaml
 
 from tfgpu import atomic
 from tfgpu.errors import InputError
-from tfgpu.recipes import reading, ready
+from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.directory import lock
+from tfgpu.recipes.reading import read, refuse_code, refuse_code_searched
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.recipes.trust import refuse_code, refuse_code_searched
 from tfgpu.tune import space
 from tfgpu.tune.space import Space
 
@@ -120,7 +120,11 @@ def _read(folder: Path, *, allow_code: bool, given: Mapping[str, Any]) -> StudyS
     file = folder / FILE
     if not file.is_file():
         raise InputError(f"{str(folder)!r} has no study to resume: {FILE} is missing. Omit --resume.")
-    kept = _recorded(file)
+    kept = read(file)
+    kinds = {"recipe": dict, "search": dict, "sampler": str, "pruner": str, "monitor": str, "seed": int}
+    for name, kind in kinds.items():  # it may have been edited
+        if not isinstance(kept.get(name), kind):
+            raise InputError(f"{file} is damaged: `{name}` is missing. Start a new study in another folder.")
     refuse_code(kept["recipe"], str(file), allow=allow_code, given=given)
     refuse_code_searched(kept["search"], str(file), allow=allow_code)
     base = recipes.make(kept["recipe"], source=str(file))
@@ -145,16 +149,6 @@ def claimed(spec: StudySpec, *, resume: bool) -> Iterator[Path]:
         except OSError as error:
             raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
         yield folder
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    """Reads and checks a study's file, which may have been edited."""
-    kept = reading.read(path)
-    kinds = {"recipe": dict, "search": dict, "sampler": str, "pruner": str, "monitor": str, "seed": int}
-    for name, kind in kinds.items():
-        if not isinstance(kept.get(name), kind):
-            raise InputError(f"{path} is damaged: `{name}` is missing. Start a new study in another folder.")
-    return kept
 
 
 def _explicit(base: Recipe, searched: Space) -> Recipe:

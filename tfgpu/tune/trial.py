@@ -20,8 +20,7 @@ from tfgpu.errors import InputError, OutOfMemory
 
 LEFT = 70
 """Exit code of a trial whose study has ended."""
-_MOST = 1000
-"""Most characters of an error that the study records; the log has the full text."""
+_MOST = 1000  # most characters of an error that the study records; the log has the full text
 
 
 class Line:
