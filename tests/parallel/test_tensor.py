@@ -372,3 +372,25 @@ def test_data_pipeline_and_tensor_on_eight_devices():
         check=False,
     )
     assert child.returncode == 0, child.stderr[-3000:]
+
+
+def with_sums(jit_compile, is_split):
+    """What a model predicts after a training: a sum of a layer's input and output, and one of the model's input."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8,))
+    first = keras.layers.Dense(8, "relu")(inputs)
+    hidden = keras.layers.Dense(16, "relu")(first + keras.layers.Dense(8)(first))
+    outputs = keras.layers.Dense(2)(keras.layers.Dense(8, name="row")(hidden) + inputs)
+    model = keras.Model(inputs, outputs)
+    if is_split:
+        model = tfgpu.parallel.tensor(model, devices=["CPU:0", "CPU:1"])
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+    model.fit(x, x[:, :2], batch_size=8, shuffle=False, verbose=0)
+    return model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sums_of_layers_that_feed_each_other(jit_compile):
+    expected = with_sums(False, is_split=False)
+    np.testing.assert_allclose(with_sums(jit_compile, is_split=True), expected, rtol=1e-5, atol=1e-6)

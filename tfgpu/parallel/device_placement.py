@@ -139,15 +139,16 @@ def move_variable(variable: keras.Variable, placement: DevicePlacement, strategy
     variables.set_trainable_flag(variable, trains)
 
 
-def run_on(layer: keras.layers.Layer, placement: DevicePlacement, name: str = "call") -> None:
-    """Makes a method of one layer run on a placement."""
+def run_on(layer: keras.layers.Layer | keras.Operation, placement: DevicePlacement, name: str = "call") -> None:
+    """Makes a method of one layer, or of an operation between layers such as `x + y`, run on a placement."""
     stock = getattr(layer, name)
     stock = getattr(stock, "unplaced", stock)
 
     @functools.wraps(stock)
     def method(*args, **kwargs):
         with scope(placement):
-            if name != "call" or slots.get(layer, "compiles_within", False):
+            is_compiled = name == "call" and isinstance(layer, keras.layers.Layer)
+            if not is_compiled or slots.get(layer, "compiles_within", False):
                 return stock(*args, **kwargs)
             return compiled_calls.run(layer, stock, args, kwargs, _elsewhere.get() or placement.local_device)
 

@@ -132,6 +132,9 @@ class GraphSearch:
             return None
         inside = [call for call in self._calls if id(call) in members]
         made = [tensor for call in inside for tensor in call.outputs]
+        openers = [call for call in inside if split_rules.is_linear(call.operation)]
+        if any(id(self._made_by.get(id(tensor))) in members for call in openers for tensor in call.inputs):
+            return None  # a column-parallel layer takes the whole of its input
         users = {id(user) for tensor in made for user in self._users.get(id(tensor), ())}
         is_output = any(id(tensor) in self._outputs for tensor in made)
         return None if is_output or users - members - {id(last)} else members
