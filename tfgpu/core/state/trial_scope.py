@@ -58,6 +58,7 @@ class Apart(StatelessScope):
     Attributes:
         made: Keras variables that the step has made.
         own_reads: paths of metrics' variables that were read by code of no metric: each replica has values of its own.
+        may_count: the step has read a counter, or can reach a number of TensorFlow's that may be one.
     """
 
     def __init__(self, plain: Sequence[tf.Variable] = (), *, is_later: bool = False, beyond: int = 0):
@@ -67,9 +68,10 @@ class Apart(StatelessScope):
         self.own_reads: set[str] = set()
         self._variables, self._begun, self._held = {}, {}, {}
         self._copies = [(copy, variables.local_value(copy)) for each in plain for copy in variables.copies(each)]
-        for copy, value in self._copies if is_later else ():
-            if _is_number(copy):
-                copy.assign(later(value, beyond))
+        numbers = [(copy, value) for copy, value in self._copies if _is_number(copy)]
+        self.may_count = bool(numbers)
+        for copy, value in numbers if is_later else ():
+            copy.assign(later(value, beyond))
         self._plain = [(each, variables.local_value(each)) for each in plain]
         self._made_plain: list[tuple[tf.Variable, tf.Tensor]] = []
 
@@ -96,6 +98,7 @@ class Apart(StatelessScope):
         found = super().get_current_value(variable)
         if variable.synchronization == "on_read" and not _is_in_metric():
             self.own_reads.add(variable.path)
+        self.may_count |= is_counter(variable)
         if found is None and self._is_later and is_counter(variable):
             self.begin_with(variable, self._as_variable(later(variables.held(variable), self._beyond)))
             return super().get_current_value(variable)

@@ -201,11 +201,13 @@ class Trial:
             return "gradients of inputs through BatchNormalization"
         found = [self._recorded(batch, *part) for part in parts]
         self._first = found[0]
-        # Another run shows what rounding does, and whether it draws: the first time, and where that may matter.
-        if self._has_again and self._what_differs(whole, found, whole, close=self._close, keeps=False) is None:
+        # Another run shows what rounding does, where that may matter; and, the first time, whether it draws.
+        is_equal = self._what_differs(whole, found, whole, close=self._close, keeps=False) is None
+        if is_equal and (self._has_again or not self._is_other_again(batch, *parts[0], found[0])):
+            self._has_again = True
             return self._what_differs(whole, found, whole, close=self._close) or ""
         again = self._recorded(tf.nest.map_structure(self._nudged, batch), 0, total, seed=1)
-        if self._are_other(whole, again) and self._are_other(whole, self._recorded(batch, 0, total, seed=1)):
+        if self._are_other(whole, again) and self._is_other_again(batch, 0, total, whole):
             raise ValueError("it draws random numbers with tf.random; use keras.random")
         self._has_again = True
         return self._what_differs(whole, found, again, close=self._close) or ""
@@ -244,6 +246,10 @@ class Trial:
             return value
         moved = value * tf.cast(1 + 2.0**-20, value.dtype)
         return draws.keeping(value, moved, float_marks(self._captured.numbers))
+
+    def _is_other_again(self, batch, start: int, stop: int, first: Recorder) -> bool:
+        """Whether the code does something else on the same rows with other seeds."""
+        return self._are_other(first, self._recorded(batch, start, stop, seed=1))
 
     def _are_other(self, whole: Recorder, again: Recorder) -> bool:
         """Whether another run of the whole gave other numbers than rounding explains."""

@@ -291,14 +291,14 @@ class _StepTrial(Trial):
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
         self._close = CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
         trains_by_own = step_function == model.train_step and not _is_of_keras(model, "train_step")
-        self._asks_for_sizes = trains_by_own and not self._shards
+        self._asks_for_sizes, self._may_count = trains_by_own and not self._shards, False
 
     def _batches(self) -> Iterator[object]:
         if self._given is not None:
             yield self._given
         for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS, self._told):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
-        if self._captured.beyond:  # what waits for so many steps
+        if self._captured.beyond and self._may_count:  # what waits for so many steps
             self._sandbox.is_later, self._sandbox.beyond = True, self._captured.beyond
             leaves = next(drawn_batches(tf.nest.flatten(self._spec), [], ROWS, self._told))
             yield tf.nest.pack_sequence_as(self._spec, leaves)
@@ -344,6 +344,7 @@ class _StepTrial(Trial):
                 found.outputs = comparison.as_numbers(self._step(rows))
             for _ in range(0 if self._predicts else self._calls):
                 found.logs += self._logs(rows, found)
+        self._may_count |= scope.may_count
         return found
 
     def _ways_of(self, variable, found: list, parts: list[Recorder]) -> dict[str, np.ndarray]:
