@@ -66,6 +66,13 @@ def declared_patches() -> list[tuple[str, str]]:
     return patch.declared()
 
 
+@pytest.fixture(autouse=True)
+def no_strategy_waits():
+    """A strategy of an earlier test that Python still keeps is none that a test has forgotten to use."""
+    if "tfgpu.core.replication" in sys.modules:
+        sys.modules["tfgpu.core.replication"].made.clear()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def every_patch_is_declared():
     """Whatever features a module uses, `tfgpu doctor` could have listed what they wrap."""

@@ -13,8 +13,9 @@ _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 _NOISE = re.compile(
     rb"^(WARNING: All log messages before absl::InitializeLog"
     rb"|To enable the following instructions"
-    rb"|I\d{4} \d\d:\d\d:[\d.]+ .*|I0000 .*"
-    rb"|E0000 .*failed call to cuInit.*)"
+    rb"|I\d{4} \d\d:\d\d:[\d.]+ .*|I0000 .*|\d{4}-\d\d-\d\d [\d:.]+: I .*"  # with a date up to TensorFlow 2.20
+    rb"|([EW]0000|\d{4}-\d\d-\d\d [\d:.]+: [EW]) .*(failed call to cuInit|Unable to register cu\w+ factory"
+    rb"|computation placer already registered|TF-TRT Warning: Could not find TensorRT).*)"
 )
 
 

@@ -215,6 +215,14 @@ def test_attention_that_returns_its_scores_returns_those_of_all_heads(capsys):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_the_table_has_each_layer_s_whole_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a_layer_of_a_pretrained_model_that_has_another_name_than_the_next_only_at_its_end"
+    tensor(in_a_row(layers.Dense(8, name=name)), devices=2)
+    cells = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert name in "".join(cells)
+
+
 def output_of_other_rows():
     inputs = keras.Input((8,))
     x = layers.Dense(4, name="first")(keras.ops.reshape(inputs, (-1, 2)))

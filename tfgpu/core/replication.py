@@ -10,11 +10,12 @@ from tfgpu.compat import distribute, slots, variables
 from tfgpu.errors import InputError
 
 made: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
-"""Strategies of several replicas that `tfgpu.strategy` has made, while the script has them."""
+"""Strategies that `tfgpu.strategy` has made and that have trained nothing yet, while the script has them."""
 
 
 def forgotten_scope(strategy: tf.distribute.Strategy) -> str | None:
-    """What to say of a model that was built in no scope, though the script has a strategy of several replicas."""
+    """What to say of a model that was built in no scope, while a strategy of several replicas has trained nothing."""
+    made.discard(strategy)
     replicas = max((each.num_replicas_in_sync for each in made), default=1)
     is_default = not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy()
     if replicas == 1 or not is_default:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tfgpu.core import replication
 from tfgpu.errors import InputError, whole_number
@@ -269,7 +269,7 @@ def _print_table(found: partitioning.Partitioning, mesh: Mesh) -> None:
     for layer in found.layers:
         name = re.sub(r"\d+", "*", layer.path)
         alike.setdefault((name, layer.style, layer.reason, layer.parameters), []).append(layer.path)
-    table = Table("layer", "split", "parameters", "each device", "")
+    table = Table(Column("layer", overflow="fold"), "split", "parameters", "each device", "")
     for (name, style, reason, parameters), paths in alike.items():
         each = parameters / (mesh.tensor if style else 1)
         path = paths[0] if len(paths) == 1 else f"{name} ({len(paths)})"

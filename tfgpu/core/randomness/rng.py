@@ -85,6 +85,7 @@ def _wrap_run() -> None:
         if isinstance(fn, private_tf.Function) and tf.executing_eagerly():
             # replicas meet within it, as in stock TensorFlow
             return reduced_outputs.marked(self, fn.python_function, _run_within(self, fn)(*args, **(kwargs or {})))
+        replication.made.discard(self)
         body = private_tf.body_of(fn)
         _check_is_not_of_fit(body, args, kwargs or {})
         for observe in extensions.run_observers:
