@@ -310,15 +310,15 @@ def test_a_setting_of_a_function_of_run_that_changes_is_noticed(function, is_tra
     assert caplog.text.count("mixes rows") == 1
 
 
-def test_a_number_that_counts_is_no_setting(monkeypatch):
-    held, tries = types.SimpleNamespace(step=0, rate=0.5), []
+def test_what_changes_in_each_step_is_no_setting(monkeypatch):
+    held, tries = types.SimpleNamespace(step=0, rate=0.5, name=""), []
     trial = run_trial._RunTrial
     monkeypatch.setattr(run_trial, "_RunTrial", lambda *given: tries.append(held.step) or trial(*given))
     strategy = tfgpu.strategy("mirrored", 2)
     rows = rows_of(strategy, 8)
     for step in range(12):
-        held.step, held.rate = step, 0.5 / (1 + step)
-        strategy.run(lambda x: x * held.rate + held.step, (rows,))
+        held.step, held.rate, held.name = step, 0.5 / (1 + step), f"step-{step}"
+        strategy.run(lambda x: x * held.rate + held.step + len(held.name), (rows,))
     assert 1 <= len(tries) <= 6
 
 

@@ -20,19 +20,19 @@ _LIBRARIES = ("keras", "tensorflow", "tfgpu", "numpy", "builtins", "functools")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TF_FUNCTION = tf.types.experimental.PolymorphicFunction
 _THINGS, _PER_THING = 200, 32
-_NUMBERS = 4
-"""Values of one integer that count as settings: with more, it counts or indexes something."""
+_VALUES = 4
+"""Of one integer or text, those that count as settings: with more, it counts or names something."""
 
 
 def key(thing: object, numbers: dict[str, list], changing: Collection[str] = ()) -> tuple:
     """The settings of a function, a method or an object of the user's.
 
-    Of a float it counts only whether it is 0, and of an integer that has had more than four values, nothing: a rate or
-    a counter changes in each step.
+    Of a float it counts only whether it is 0, and of an integer or a text that has had more than four values, nothing:
+    a rate, a counter or the name of a file changes in each step.
 
     Args:
         thing: what uses the settings.
-        numbers: keeps the values that each integer has had.
+        numbers: keeps the values that each integer and text has had.
         changing: names that the code itself changes, and which are left out.
 
     Example:
@@ -65,11 +65,11 @@ def key(thing: object, numbers: dict[str, list], changing: Collection[str] = ())
 def _of_plain(value: object, had: list) -> object:
     if isinstance(value, float):
         return "float", value == 0
-    if not isinstance(value, int) or isinstance(value, bool):
-        return type(value).__name__, value
-    if value not in had and len(had) <= _NUMBERS:
+    if value is None or isinstance(value, bool):
+        return value
+    if value not in had and len(had) <= _VALUES:
         had.append(value)
-    return "int", value if len(had) <= _NUMBERS else None
+    return type(value).__name__, value if len(had) <= _VALUES else None
 
 
 def _kind(value: object) -> object:
