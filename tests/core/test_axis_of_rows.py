@@ -215,6 +215,30 @@ def test_dice_of_labels_that_are_broadcast_over_classes():
     check(labelled, labels, lambda: [layers.Dense(3, "sigmoid")], lambda: losses.Dice(axis=0))
 
 
+class Above(losses.Loss):
+    """Counts the rows alone whose number is above the batch's mean, by a mask of its own."""
+
+    def call(self, y_true, y_pred):
+        found = tf.reduce_sum(tf.square(y_pred[:, :1]), -1)
+        found._keras_mask = found > tf.reduce_mean(found)
+        return found
+
+
+class Centred(Above):
+    def call(self, y_true, y_pred):
+        found = super().call(y_true, y_pred)
+        centred = found - tf.reduce_mean(found)
+        centred._keras_mask = found._keras_mask
+        return centred
+
+
+def test_losses_that_mask_their_rows():
+    """A circle loss counts no row without a partner of its class; and a loss's own mask is that of all rows."""
+    ends = [lambda: layers.Dense(4), layers.UnitNormalization]
+    for own in (lambda: losses.Circle(gamma=4), Above, Centred):
+        check(labelled, (np.arange(20) * 7 % 6).astype("int32"), lambda: [each() for each in ends], own)
+
+
 def test_logits_of_another_activation_are_one_device_s():
     """Keras takes the logits of any activation in any of its cross-entropies."""
     check(fitted, loss=lambda: losses.CategoricalCrossentropy(axis=0), activation="sigmoid")

@@ -16,6 +16,7 @@ from dataclasses import replace
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_rows, extensions, logits, replica_attributes, step_context
@@ -206,7 +207,8 @@ def _squeezes(function: Callable) -> bool:
 def _is_broadcast(name: str, y_true: object, y_pred: object, squeezes: bool) -> bool:
     """Whether a function of Keras's pairs the labels of each row with the outputs of all rows, by their ranks."""
     shapes = getattr(y_true, "shape", None), getattr(y_pred, "shape", None)
-    if any(shape is None or shape == tf.TensorShape(None) for shape in shapes) or name.startswith("sparse_"):
+    takes_classes = name.startswith("sparse_") or name == "circle"  # a number per row beside a vector
+    if takes_classes or any(shape is None or shape == tf.TensorShape(None) for shape in shapes):
         return False
     low, high = sorted(shapes, key=len)
     if name == "categorical_generalized_cross_entropy":  # it makes numbers of classes one-hot
@@ -247,7 +249,13 @@ def _computed(needs: Needs, sizes: Sizes, function: Callable, y_true, y_pred):
     if needs is Needs.ALL_BY_SHAPE:
         values, whole = tf.convert_to_tensor(values), keras.tree.flatten(rows[1])[0]
         gives_rows = bool(values.shape.rank) and values.shape[0] == whole.shape[0]
-    return row_sums.own_rows(values, outputs) if gives_rows else values
+    if not gives_rows:
+        return values
+
+    def cut(table):
+        return row_sums.own_rows(table, outputs)
+
+    return private.carry_mask(values, cut(values), cut)
 
 
 def _needs(owner, function: Callable, what: str, y_true, y_pred) -> tuple[Needs, Sizes]:

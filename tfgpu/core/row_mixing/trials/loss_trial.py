@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import keras as private
 from tfgpu.compat import variables
 from tfgpu.core import step_context
 from tfgpu.core.randomness import draw_sizes
@@ -135,7 +136,10 @@ class LossTrial:
 
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
         with self._called(rows) as values:
-            return comparison.in_float64(values)  # truths are numbers, too
+            found, mask = comparison.in_float64(values), private.get_mask(values)  # truths are numbers, too
+        if mask is None or np.shape(mask) != found.shape:
+            return found
+        return np.stack([found, comparison.in_float64(mask)], -1)  # Keras takes the mean over the rows of the mask
 
     @contextlib.contextmanager
     def _called(self, rows: list[tf.Tensor]) -> Iterator[object]:
