@@ -5,26 +5,19 @@ its module, or a module or class that it names. Elsewhere they are not found.
 """
 
 import contextlib
-import functools
-import inspect
-import itertools
 import math
-import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import variables
+from tfgpu.core.row_mixing import held_values
 from tfgpu.core.state import trial_scope
 
-_LIBRARIES = ("keras", "tensorflow", "tfgpu", "numpy", "builtins", "functools")
 _NUMBERS, _THINGS, _STEPS = 12, 200, 10**7
-_TF_FUNCTION = tf.types.experimental.PolymorphicFunction
-_OF_CLASSES = _TF_FUNCTION, int, float, np.integer, np.floating
 
 
 @dataclass
@@ -103,64 +96,22 @@ def names_of(thing: object, number: int) -> list[str]:
         if id(each) in seen or isinstance(each, (int, float)):
             continue
         seen.add(id(each))
-        found += [name for name, value in _named(each).items() if type(value) is int and value == number]
+        named = held_values.of(each)
+        found += [name.rpartition(".")[2] for name, value in named if type(value) is int and value == number]
         left += _parts(each)
     return list(dict.fromkeys(found))
 
 
-def _named(thing: object) -> dict[str, object]:
-    """What a function finds by a name, and the attributes of an object."""
-    if isinstance(thing, types.FunctionType) and not _is_of_library(thing):
-        known = inspect.getclosurevars(thing)
-        return {**known.globals, **known.nonlocals}
-    if isinstance(thing, (type, types.ModuleType, types.CodeType)) or _is_of_library(type(thing)):
-        return {}
-    return dict(getattr(thing, "__dict__", {}))
-
-
 def _parts(thing: object) -> list:
-    if isinstance(thing, (list, tuple)):
-        return list(thing[:_NUMBERS])
-    if isinstance(thing, (set, frozenset)):
-        return list(itertools.islice(thing, _NUMBERS))
     if isinstance(thing, np.ndarray) or (isinstance(thing, tf.Tensor) and hasattr(thing, "numpy")):
         return _of_array(thing)
-    if isinstance(thing, dict):
-        return list(thing.values())[:_NUMBERS]
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, types.MethodType):
-        return [thing.__func__, thing.__self__]
     if isinstance(thing, types.CodeType):
         return list(thing.co_consts)
-    if isinstance(thing, types.FunctionType):
-        return _of_function(thing)
-    if isinstance(thing, _TF_FUNCTION):  # not by `hasattr`, which would run an object's own `__getattr__`
-        return [thing.python_function]
-    if isinstance(thing, (type, types.ModuleType)):
-        return []
-    if _is_of_library(type(thing)) and not isinstance(thing, (keras.losses.Loss, keras.metrics.Metric)):
-        return []
-    attributes = [value for name, value in getattr(thing, "__dict__", {}).items() if not name.startswith("_tfgpu")]
-    methods = [value for cls in type(thing).__mro__ if not _is_of_library(cls) for value in vars(cls).values()]
-    return attributes + [each for each in methods if inspect.isfunction(each) or isinstance(each, _OF_CLASSES)]
-
-
-def _of_function(function: types.FunctionType) -> list:
-    if hasattr(function, "__wrapped__"):
-        return [function.__wrapped__]
-    if _is_of_library(function):
-        return []
-    cells = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            cells.append(cell.cell_contents)
-    used = function.__code__.co_names
-    names = [function.__globals__[name] for name in used if name in function.__globals__]
-    owners = [each for each in (*names, *cells) if isinstance(each, (type, types.ModuleType)) and _is_own(each)]
-    named = [vars(each)[name] for each in owners for name in used if name in vars(each)]
-    kept = (function.__kwdefaults__ or {}).values()
-    return [function.__code__, *(function.__defaults__ or ()), *kept, *cells, *names, *named]
+    if isinstance(thing, type):
+        return []  # a function that uses it has named what it uses
+    found = [value for _, value in held_values.of(thing) if not isinstance(value, (str, bytes, type(None)))]
+    is_own = isinstance(thing, types.FunctionType) and not held_values.is_of_library(thing)
+    return [thing.__code__, *found] if is_own and not hasattr(thing, "__wrapped__") else found
 
 
 def _of_array(thing: np.ndarray | tf.Tensor) -> list:
@@ -169,13 +120,3 @@ def _of_array(thing: np.ndarray | tf.Tensor) -> list:
     is_small = None not in shape and 0 < math.prod(shape) <= _NUMBERS
     dtype = thing.dtype.as_numpy_dtype if isinstance(thing, tf.Tensor) else thing.dtype
     return np.asarray(thing).reshape(-1).tolist() if is_small and np.dtype(dtype).kind in "iuf" else []
-
-
-def _is_own(thing: type | types.ModuleType) -> bool:
-    """Whether a class or a module is the user's."""
-    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or ""
-    return name.split(".")[0] not in (*_LIBRARIES, *sys.stdlib_module_names)
-
-
-def _is_of_library(thing: object) -> bool:
-    return (getattr(thing, "__module__", None) or "").split(".")[0] in _LIBRARIES

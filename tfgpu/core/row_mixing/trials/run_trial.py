@@ -242,8 +242,10 @@ class _RunTrial(Trial):
 
     def run(self) -> Tried:
         found = super().run()
+        if found.differs:
+            return found
         ways = scalar_updates.chosen(self._fitting)
-        return found if found.differs else dataclasses.replace(found, scalar_ways=ways, sums=sorted(self._sums))
+        return dataclasses.replace(found, scalar_ways=ways, sums=sorted(self._sums))
 
     def _found(self) -> str | None:
         differs = super()._found()
