@@ -17,6 +17,8 @@ _TO_FIRST = "/tensorflow.CoordinationService/Heartbeat"
 class InputError(ValueError):
     """Something that the caller wrote is wrong; the message names the fix. The command line exits with 2."""
 
+    __init__ = Exception.__init__  # autograph then raises it as itself, with the user's lines, and no StagingError
+
 
 class MachineError(RuntimeError):
     """The machine or the process is not in a state to do this; the message names the next action."""

@@ -241,3 +241,24 @@ def test_a_model_that_was_built_outside_the_scope_is_named(is_forgotten, caplog)
     model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
     said = f"not on the {strategy.num_replicas_in_sync} replicas" if is_forgotten else ""
     assert said in caplog.text and is_forgotten == ("outside `strategy.scope()`" in caplog.text)
+
+
+def test_a_model_of_another_scope_is_refused():
+    with tfgpu.strategy("one_device").scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with tfgpu.strategy("mirrored", 2).scope(), pytest.raises(InputError, match=r"scope of a OneDeviceStrategy"):
+        model.predict(np.ones((4, 2)), verbose=0)
+
+
+@pytest.mark.parametrize("way", [tf.function, lambda step: step], ids=["graph", "eager"])
+def test_a_step_by_hand_that_no_replica_runs_is_named(way):
+    def step(model, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    with tfgpu.strategy("mirrored", 2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        with pytest.raises(InputError, match=r"strategy\.run\(step, args"):
+            way(step)(model, np.ones((4, 2)))

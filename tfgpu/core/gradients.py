@@ -19,6 +19,7 @@ from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, extensions, gradient_weights, replication, step_context
 from tfgpu.core.row_mixing import row_sums, whole_batch
+from tfgpu.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,15 @@ def _weigh_losses() -> None:
         is_vector = facts is not None and tf.is_tensor(target) and _is_sum(facts, target)
         if is_vector and any(isinstance(source, private.Variable) for source in tf.nest.flatten(sources)):
             facts.loss_is_sum = True  # until it is applied
-        return stock(self, target, sources, *args, **kwargs)
+        try:
+            return stock(self, target, sources, *args, **kwargs)
+        except ValueError as error:
+            if tf.distribute.in_cross_replica_context() and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+                raise InputError(
+                    "Gradients were taken in a strategy's scope, but on none of its replicas. Put the step into a "
+                    "function, and run it on each replica: `strategy.run(step, args=(batch,))`."
+                ) from error
+            raise
 
 
 def _is_sum(facts: step_context.Step, loss: tf.Tensor) -> bool:

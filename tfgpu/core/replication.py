@@ -27,6 +27,16 @@ def forgotten_scope(strategy: tf.distribute.Strategy) -> str | None:
     )
 
 
+def check_scope(strategy: tf.distribute.Strategy | None) -> None:
+    """Raises an InputError where a model of this strategy is used in the scope of another."""
+    here = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and strategy not in (None, here):
+        raise InputError(
+            f"The model was created in the scope of a {type(strategy).__name__}, and is used in that of a "
+            f"{type(here).__name__}. Create it in the scope in which it is used, or call it outside that scope."
+        )
+
+
 def is_replicated(strategy: tf.distribute.Strategy | None) -> bool:
     """Whether the strategy keeps a copy of the model on each replica, and sums gradients in collectives."""
     return isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy))

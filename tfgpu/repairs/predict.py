@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfgpu.compat import layers, slots
+from tfgpu.compat import layers, slots, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, replication, step_context
@@ -36,6 +36,7 @@ def split_batches_to_predict() -> None:
 
     @wrap("TensorFlowTrainer.predict")
     def predict(stock, self, *args, **kwargs):
+        replication.check_scope(training.strategy_of(self))
         # XLA cannot drop a stand-in row.
         with step_context.scope(gives_row_ranges=not predictions.is_in_xla(self)):
             return stock(self, *args, **kwargs)

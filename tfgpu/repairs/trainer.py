@@ -233,6 +233,7 @@ def _is_dense(batch) -> bool:
 def _scope_of(model):
     """The scope of the model's own strategy, if it is not the current one."""
     own = training.strategy_of(model)
+    replication.check_scope(own)
     return contextlib.nullcontext() if own is None or own is tf.distribute.get_strategy() else own.scope()
 
 
