@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tfgpu.cli import doctor as cli
 from tfgpu.doctor import pieces
 from tfgpu.doctor.facts import asking
 
@@ -55,6 +56,17 @@ def test_a_refused_piece_is_a_problem():
     refused = {"name": "layer", "verdict": "refused", "why": "", "source": "not tried", "traffic": "none"}
     assert pieces.Rehearsal((refused,), 0, "").failed
     assert not pieces.Rehearsal(({**refused, "verdict": "on all rows"},), 2, "").failed
+
+
+def test_names_stay_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    name = "layer 'normalization' (NormalizationOfManyWords)"
+    piece = {"name": name, "verdict": "on all rows", "why": "", "source": "trial", "traffic": "128 bytes a step"}
+    cli._show_pieces(pieces.Rehearsal((piece,), 2, ""))
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [
+        name,
+        "on all rows (trial); 128 bytes a step",
+    ]
 
 
 def test_wrong_input(clean, tmp_path):

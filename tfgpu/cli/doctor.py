@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from tfgpu.cli import screen
@@ -22,6 +23,8 @@ app = typer.Typer()
 _train, _bundle = functools.partial(option, panel="Self-test"), functools.partial(option, panel="Bug report")
 _WIDTHS = (len("Training parameter_server"), len("problem"), None)
 """Column widths of the self-test, which prints each check as a separate table as soon as it is done."""
+_PIECES_WIDTH = 110
+"""The least width of a terminal for the table of pieces; in a narrower one, names would break within words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +127,13 @@ def _show_pieces(found: Any) -> None:
     console = Console()
     if found.pieces:
         names = ("name", "verdict", "source", "why", "traffic")
-        rows = ([escape(piece[name]) for name in names] for piece in found.pieces)
-        console.print(screen.table(("piece", "computed", "known by", "why", "sent"), rows, fold=True))
+        rows = [[escape(piece[name]) for name in names] for piece in found.pieces]
+        if console.width >= _PIECES_WIDTH:
+            console.print(screen.table(("piece", "computed", "known by", "why", "sent"), rows, fold=True))
+        else:
+            for name, verdict, source, why, traffic in rows:
+                said = "; ".join(filter(None, (f"{verdict} ({source})", why, traffic)))
+                console.print(f"[bold]{name}[/]", Padding(said, (0, 0, 0, 2)))
     if found.error:
         complain(f"The script ended before its first step: {found.error}")
     elif not found.replicas:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.cluster import Cluster
+from tfgpu.core import iterator_end
 from tfgpu.data import Data
 from tfgpu.data.batches import Info
 from tfgpu.data.decoding import Reading
@@ -43,7 +44,8 @@ class Reader:
     """
 
     def __init__(self, dataset: tf.data.Dataset, steps: int, draw: Callable):
-        self._dataset, self._steps, self._draw = dataset, steps, draw
+        # Iterators end in threads: TensorFlow may take half a minute for each.
+        self._data, self._steps, self._draw = iterator_end.Data(dataset), steps, draw
         self._iterator, self._left, self._count = None, 0, 1
         self.cpu_us: list[float] = []
 
@@ -52,7 +54,7 @@ class Reader:
         begun, cpu, seen = time.perf_counter(), time.process_time(), 0
         while (passed := time.perf_counter() - begun) < seconds:
             if not self._left:
-                self._iterator, self._left = iter(self._dataset), self._steps
+                self._iterator, self._left = iter(self._data), self._steps
             count = min(self._left, self._count)
             seen += int(self._draw(self._iterator, tf.constant(count)))
             self._left -= count
