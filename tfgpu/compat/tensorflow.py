@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
@@ -179,6 +180,37 @@ def equalities_hold() -> Iterator[None]:
 
     with wrapped("gen_math_ops.equal", equal):
         yield
+
+
+@contextmanager
+def comparing(note: Callable[[float], None]) -> Iterator[None]:
+    """Gives `note` each number with which this thread compares a larger tensor by `==` or `!=` in the block.
+
+    Example:
+        >>> found = []
+        >>> with comparing(found.append):
+        ...     _ = tf.constant([1, 2]) != 7
+        >>> found
+        [7]
+    """
+    here = threading.get_ident()
+
+    def compare(stock, x, y, *args, **kwargs) -> tf.Tensor:
+        for number, other in ((x, y), (y, x)) if threading.get_ident() == here else ():
+            if tf.is_tensor(other) and other.shape.rank != 0 and (known := _known_number(number)) is not None:
+                note(known)
+        return stock(x, y, *args, **kwargs)
+
+    with wrapped("gen_math_ops.equal", compare), wrapped("gen_math_ops.not_equal", compare):
+        yield
+
+
+def _known_number(value: object) -> float | int | None:
+    """The number that a Python number or a tensor without axes is, if it is known."""
+    if tf.is_tensor(value):
+        value = tf.get_static_value(value) if value.shape.rank == 0 else None
+    found = np.asarray(value)
+    return found.item() if found.ndim == 0 and found.dtype.kind in "iuf" else None
 
 
 def autograph_status() -> AbstractContextManager:

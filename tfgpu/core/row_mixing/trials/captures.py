@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import tensorflow as private
 from tfgpu.compat import variables
 from tfgpu.core.row_mixing import held_values
 from tfgpu.core.state import trial_scope
 
-_NUMBERS, _THINGS, _STEPS = 12, 200, 10**7
+_NUMBERS, _COMPARED, _THINGS, _STEPS = 12, 4, 200, 10**7
 
 
 @dataclass
@@ -25,7 +26,8 @@ class Captures:
     """Numbers and variables that a function uses.
 
     Attributes:
-        numbers: up to twelve distinct integers other than -1, 0 and 1, in the order in which they were found.
+        numbers: up to twelve distinct whole numbers other than -1, 0 and 1, in the order in which they were found;
+            and up to four more, with which the code has compared tensors since.
         variables: TensorFlow's own, whose changes a Keras scope does not intercept.
     """
 
@@ -44,13 +46,24 @@ class Captures:
         return found if found >= trial_scope.LATER else 0
 
     @contextlib.contextmanager
-    def preserving_variables(self) -> Iterator[None]:
-        """Restores the variables' values after the block."""
+    def used(self) -> Iterator[None]:
+        """Restores the variables' values after the block, in which the code runs.
+
+        Notes the numbers with which it compares tensors by `==` or `!=`: it may have computed them.
+        """
         self._before = [(copy, copy.read_value()) for each in self.variables for copy in variables.copies(each)]
         try:
-            yield
+            with private.comparing(self.add):
+                yield
         finally:
             self.restore()
+
+    def add(self, number: float | np.generic) -> None:
+        """Adds a number, if it is whole and none that is drawn anyway."""
+        number = number.item() if isinstance(number, np.generic) else number
+        is_whole = not isinstance(number, bool) and 1 < abs(number) < 1e12 and number == int(number)
+        if is_whole and number not in self.numbers and len(self.numbers) < _NUMBERS + _COMPARED:
+            self.numbers.append(number)
 
     def restore(self) -> None:
         """Gives the variables the values that they had at the block's begin."""
@@ -72,9 +85,8 @@ def of(thing: object) -> Captures:
             continue
         seen.add(id(each))
         if isinstance(each, (int, float, np.integer, np.floating)):
-            is_whole = not isinstance(each, bool) and 1 < abs(each) < 1e12 and each == int(each)
-            if is_whole and each not in found.numbers and len(found.numbers) < _NUMBERS:
-                found.numbers.append(each.item() if isinstance(each, np.generic) else each)
+            if len(found.numbers) < _NUMBERS:
+                found.add(each)
         elif isinstance(each, tf.Variable):
             found.variables.append(each)
         else:

@@ -277,26 +277,29 @@ def drawn_batches(specs: list, numbers: list[float], rows: int, has_told: Callab
     Args:
         specs: of each tensor of a batch; the first one's are no labels.
         numbers: whole numbers in the code, which may stand for none: several in one batch where the last batch told
-            something, else one.
+            something, else one. More may come while the batches are used.
         rows: of each batch.
         has_told: whether the last batch told anything.
 
     Raises:
         CannotTry: no numbers can be drawn for one of them.
     """
-    draw = np.random.default_rng(0)
-    nones = [*draws.NONES, *(int(n) for n in numbers if n == int(n) and n not in draws.NONES)]
-    has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in specs[1:])
-    marks = float_marks(numbers) if any(getattr(each, "dtype", tf.string).is_floating for each in specs[1:]) else []
-    if marks and not has_labels:
-        nones, has_labels = marks, True
+    draw, done = np.random.default_rng(0), []
     for how, classes in (("normal", 2), ("positive", 8)):
         yield _batch(draw, specs, how, classes, (), rows)
-    while nones and has_labels:
+    while nones := [each for each in _nones(specs, numbers) if each not in done]:
         together = nones[: _NONES_TOGETHER if has_told() else 1]
         yield _batch(draw, specs, "normal", 2, together, rows)
         if has_told() or len(together) == 1:
-            nones = nones[len(together) :]
+            done += together
+
+
+def _nones(specs: list, numbers: list[float]) -> list[float]:
+    """What may stand for none among the labels of a batch."""
+    dtypes = [getattr(each, "dtype", tf.string) for each in specs[1:]]
+    if any(each.is_integer for each in dtypes):
+        return [*draws.NONES, *(int(n) for n in numbers if n == int(n) and n not in draws.NONES)]
+    return float_marks(numbers) if any(each.is_floating for each in dtypes) else []
 
 
 def _batch(draw: np.random.Generator, specs: list, how: str, classes: int, nones: Sequence[int], rows: int) -> list:

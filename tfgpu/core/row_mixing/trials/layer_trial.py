@@ -115,7 +115,7 @@ class LayerTrial:
 
     def _tried(self) -> Verdict:
         self._values = [draws.stand_in(at, variable) for at, variable in enumerate(self._weights)]
-        with self._captured.preserving_variables(), python_state.Kept([self._layer], self._within) as self._kept:
+        with self._captured.used(), python_state.Kept([self._layer], self._within) as self._kept:
             try:
                 found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
             except Meets:

@@ -101,7 +101,7 @@ class LossTrial:
                 tf.init_scope(),
                 isolation.kept_draws(),
                 isolation.hidden_kernel_errors(),
-                self._captured.preserving_variables(),
+                self._captured.used(),
                 python_state.Kept([self._owner], ()) as self._kept,
             ):
                 with tf.device("CPU:0"):  # the same on every worker
@@ -254,25 +254,24 @@ class LossTrial:
         draw = np.random.default_rng(0)
         width = self._tensors[-1].shape[-1] if self._tensors[-1].shape.rank > 1 else None
         classes = max(2, min(width or draws.UNKNOWN, draws.UNKNOWN))
-        kinds = self._label_kinds(draw, classes)[:labels]
         of_outputs = [functools.partial(draws.values, draw, how=how) for how in ("positive", "wide")]
-        for label, output in itertools.product(kinds, of_outputs[:outputs]):
+        kinds = itertools.islice(self._label_kinds(draw, classes), labels)
+        for label, output in ((label, output) for label in kinds for output in of_outputs[:outputs]):
             drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
             if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
                 yield [draws.cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
 
-    def _label_kinds(self, draw: np.random.Generator, classes: int) -> list[Callable[[tuple], np.ndarray]]:
+    def _label_kinds(self, draw: np.random.Generator, classes: int) -> Iterator[Callable[[tuple], np.ndarray]]:
         """Ways to draw labels: two classes, all classes, numbers, and two classes with a label that stands for none."""
-        nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
+        for kind in {"how": "whole"}, {"how": "whole", "below": classes}, {"how": "normal"}:
+            yield functools.partial(draws.values, draw, **kind)
 
         def special(shape: tuple, none: float) -> np.ndarray:
             return draws.with_special(draw, draws.values(draw, shape, "whole"), none, 0.3)
 
-        kinds = {"how": "whole"}, {"how": "whole", "below": classes}, {"how": "normal"}
-        return [
-            *(functools.partial(draws.values, draw, **kind) for kind in kinds),
-            *(functools.partial(special, none=none) for none in nones),
-        ]
+        own = (each for each in self._captured.numbers if each not in _NOT_CLASSES)  # there may be more by then
+        for none in itertools.chain(_NOT_CLASSES, own):
+            yield functools.partial(special, none=none)
 
     def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
         """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""

@@ -49,7 +49,7 @@ class MetricTrial:
         return isolation.run(self._tried)
 
     def _tried(self) -> Needed | None:
-        with self._captured.preserving_variables(), python_state.Kept([self._metric], ()) as kept:
+        with self._captured.used(), python_state.Kept([self._metric], ()) as kept:
             try:
                 with kept.locked_arrays():
                     found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import tensorflow as private
 from tfgpu.core.randomness import draw_sizes
 from tfgpu.core.randomness.draw_sizes import Sizes
 from tfgpu.core.row_mixing.row_sums import Meets
@@ -131,7 +132,8 @@ class Trial:
     def _differing(self) -> str | None:
         try:
             passing = comparison.NoNumbers, CannotTry, OneCopy, Meets
-            found = draws.judged(self._batches(), self._judged, is_last=self._is_last, passing=passing)
+            with private.comparing(self._captured.add):
+                found = draws.judged(self._batches(), self._judged, is_last=self._is_last, passing=passing)
         except comparison.NoNumbers as error:
             refused = CannotTry(str(error))
             refused.is_of_outputs = True
