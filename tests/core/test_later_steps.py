@@ -51,6 +51,13 @@ class Waits(Warm):
         return ops.cast(self.optimizer.iterations >= self.start, "float32")
 
 
+class Sometimes(Warm):
+    """The variance counts in every fifth step."""
+
+    def warmth(self):
+        return ops.cast(self.optimizer.iterations % 5 == 3, "float32")
+
+
 class WaitsByOwn(Waits):
     """Counts its steps in a float."""
 
@@ -107,7 +114,7 @@ def trained(kind, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Waits, WaitsByOwn])
+@pytest.mark.parametrize("kind", [Waits, WaitsByOwn, Sometimes])
 def test_what_waits_for_more_steps_than_a_trial_runs_is_found(kind, caplog):
     with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
         model = kind()

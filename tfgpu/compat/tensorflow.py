@@ -183,8 +183,12 @@ def equalities_hold() -> Iterator[None]:
 
 
 @contextmanager
-def comparing(note: Callable[[float], None]) -> Iterator[None]:
-    """Gives `note` each number with which this thread compares a larger tensor by `==` or `!=` in the block.
+def comparing(note: Callable[[float], None], meet: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Tells of this thread's comparisons by `==` and `!=` in the block.
+
+    Args:
+        note: gets each number with which a larger tensor is compared.
+        meet: is called where two single numbers are not equal; whether they count as equal nevertheless.
 
     Example:
         >>> found = []
@@ -201,7 +205,13 @@ def comparing(note: Callable[[float], None]) -> Iterator[None]:
                 note(known)
         return stock(x, y, *args, **kwargs)
 
-    with wrapped("gen_math_ops.equal", compare), wrapped("gen_math_ops.not_equal", compare):
+    def equal(stock, *args, **kwargs) -> tf.Tensor:
+        found = compare(stock, *args, **kwargs)
+        is_alone = threading.get_ident() == here and found.shape.rank == 0
+        is_other = is_alone and tf.get_static_value(found) is not None and not tf.get_static_value(found)
+        return tf.ones_like(found) if is_other and meet() else found
+
+    with wrapped("gen_math_ops.equal", equal), wrapped("gen_math_ops.not_equal", compare):
         yield
 
 

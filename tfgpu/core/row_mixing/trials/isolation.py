@@ -108,6 +108,9 @@ def kept_draws(seed: int = 0) -> Iterator[None]:
             tensorflow.setstate(before)
 
 
+_MEETINGS = 100  # a loop may end where two numbers are not equal
+
+
 class Sandbox:
     """Runs of a user's code of which nothing stays: variables, what Python holds and random states are put back.
 
@@ -118,18 +121,27 @@ class Sandbox:
     Attributes:
         is_later: runs see the counters as they are after many steps.
         beyond: as `Apart`'s.
+        has_compared: the code has compared single numbers by `==`, and they were not equal: as a count of steps with
+            that of the step in which something happens.
+        meets: such numbers count as equal.
     """
 
-    is_later, beyond = False, 0
+    is_later, beyond, has_compared, meets = False, 0, False, False
 
     def __init__(self, *things: object, layers: Iterable[keras.layers.Layer] | None = None):
         self._kept = python_state.Kept([*things, private.thread_state()], layers)
         self._made: list[weakref.ref] = []
+        self._left = _MEETINGS
+
+    def meet(self) -> bool:
+        """For `private.comparing`: whether two numbers count as equal, up to a hundred times in a run."""
+        self.has_compared, self._left = True, self._left - 1
+        return self.meets and self._left >= 0
 
     @contextlib.contextmanager
     def around(self, found: Recorder, seed: int = 0) -> Iterator[Apart]:
         """Surrounds one run, and notes in `found` what it would assign."""
-        scope = Apart(self._kept.variables, is_later=self.is_later, beyond=self.beyond)
+        scope, self._left = Apart(self._kept.variables, is_later=self.is_later, beyond=self.beyond), _MEETINGS
         try:
             with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_assignments() as noted:
                 yield scope

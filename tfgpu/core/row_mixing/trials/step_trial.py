@@ -298,10 +298,12 @@ class _StepTrial(Trial):
             yield self._given
         for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS, self._told):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
-        if self._captured.beyond and self._may_count:  # what waits for so many steps
-            self._sandbox.is_later, self._sandbox.beyond = True, self._captured.beyond
-            leaves = next(drawn_batches(tf.nest.flatten(self._spec), [], ROWS, self._told))
-            yield tf.nest.pack_sequence_as(self._spec, leaves)
+        waits = (self._captured.beyond, False), (0, True)  # for so many steps, or for every so manyth
+        for beyond, meets in waits:
+            if self._may_count and (beyond or meets and self._sandbox.has_compared):
+                self._sandbox.is_later, self._sandbox.beyond, self._sandbox.meets = True, beyond, meets
+                leaves = next(drawn_batches(tf.nest.flatten(self._spec), [], ROWS, self._told))
+                yield tf.nest.pack_sequence_as(self._spec, leaves)
 
     def _difference(self, batch) -> str | None:
         with nested_graphs.noting_conditions() as met:
