@@ -76,3 +76,17 @@ def test_units():
         "1.5 GiB",
         "6 TiB",
     ]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "labels", "told"),
+    [(3, 5, r"label is 5, but the loss takes 0 to 1: .*2 outputs"), (9, 1, r"index is 9, .* has 7 rows")],
+)
+def test_numbers_beyond_classes_and_tokens(devices, tokens, labels, told):
+    with tfgpu.strategy(devices=devices).scope():
+        layers = keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(2)
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    with pytest.raises(tfgpu.InputError, match=told):
+        model.fit(np.full((8, 3), tokens, "int32"), np.full(8, labels, "int32"), batch_size=4, verbose=0)

@@ -101,6 +101,7 @@ first = next(iterator)
 until = time.monotonic() + 500
 while (most < 2 or begun < 5) and time.monotonic() < until:
     time.sleep(0.05)
+del iterator  # with the interpreter's end, it would wait for ever for Python calls that have no interpreter
 print(most, begun, counter.next)
 """
 

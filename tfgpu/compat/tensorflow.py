@@ -183,12 +183,12 @@ def equalities_hold() -> Iterator[None]:
 
 
 @contextmanager
-def comparing(note: Callable[[float], None], meet: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def comparing(note: Callable[[float], None], as_equal: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Tells of this thread's comparisons by `==` and `!=` in the block.
 
     Args:
         note: gets each number with which a larger tensor is compared.
-        meet: is called where two single numbers are not equal; whether they count as equal nevertheless.
+        as_equal: is called where two single numbers are not equal; whether they count as equal nevertheless.
 
     Example:
         >>> found = []
@@ -209,7 +209,7 @@ def comparing(note: Callable[[float], None], meet: Callable[[], bool] = lambda: 
         found = compare(stock, *args, **kwargs)
         is_alone = threading.get_ident() == here and found.shape.rank == 0
         is_other = is_alone and tf.get_static_value(found) is not None and not tf.get_static_value(found)
-        return tf.ones_like(found) if is_other and meet() else found
+        return tf.ones_like(found) if is_other and as_equal() else found
 
     with wrapped("gen_math_ops.equal", equal), wrapped("gen_math_ops.not_equal", compare):
         yield
@@ -217,10 +217,10 @@ def comparing(note: Callable[[float], None], meet: Callable[[], bool] = lambda: 
 
 def _known_number(value: object) -> float | int | None:
     """The number that a Python number or a tensor without axes is, if it is known."""
-    if tf.is_tensor(value):
+    if isinstance(value, tf.Tensor):
         value = tf.get_static_value(value) if value.shape.rank == 0 else None
-    found = np.asarray(value)
-    return found.item() if found.ndim == 0 and found.dtype.kind in "iuf" else None
+    is_number = isinstance(value, (int, float, np.number, np.ndarray)) and not isinstance(value, bool)
+    return np.asarray(value).item() if is_number and np.ndim(value) == 0 else None
 
 
 def autograph_status() -> AbstractContextManager:

@@ -1,4 +1,4 @@
-"""Replaces TensorFlow's errors where tfgpu knows the cause: out of memory, and data that tfgpu itself reads."""
+"""Replaces TensorFlow's errors where tfgpu knows the cause: memory, labels, tokens, and data that tfgpu reads."""
 
 import contextlib
 import logging
@@ -26,6 +26,8 @@ _NAMES = {"float": "float32", "double": "float64"}
 _OURS = re.compile(r"(InputError|MachineError): ([^\n]+)\nTraceback")  # tf.data passes on what its Python code raises
 _SECOND = re.compile(r"^ *\(1\) [A-Z_]+: ", re.MULTILINE)  # where several replicas fail, each has its own trace
 _FILE = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
+_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+_INDEX = re.compile(r"indices\[[\d,]*\] = (-?\d+) is not in \[0, (\d+)\)")
 _KINDS = {"InputError": InputError, "MachineError": MachineError}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -49,10 +51,27 @@ def explained(model):
 def _explanation(error: tf.errors.OpError, model) -> Exception | None:
     if isinstance(error, tf.errors.UnknownError | tf.errors.InvalidArgumentError):
         found = _OURS.search(error.message)
-        return _KINDS[found[1]](found[2]) if found is not None and _is_ours(error.message) else None
+        if found is not None:
+            return _KINDS[found[1]](found[2]) if _is_ours(error.message) else None
+        return _out_of_range(error.message)
     # A disk may be full, too.
     if isinstance(error, tf.errors.ResourceExhaustedError) and re.search(r"OOM|memory|allocat", error.message):
         return OutOfMemory(f"Out of memory{_asked(error.message)}. {_sizes(model)}", _FIX)
+    return None
+
+
+def _out_of_range(message: str) -> InputError | None:
+    """What to do about a label or a token that is larger than the model has outputs or embeddings."""
+    if found := _LABEL.search(message):
+        return InputError(
+            f"A label is {found[1]}, but the loss takes 0 to {int(found[2]) - 1}: the model's last layer has "
+            f"{found[2]} outputs. Give it one output per class, or number the classes from 0."
+        )
+    if found := _INDEX.search(message):
+        return InputError(
+            f"An index is {found[1]}, but the table in which it is looked up has {found[2]} rows, numbered from 0. The "
+            "`input_dim` of an `Embedding` must be larger than every token; other indices must be within their table."
+        )
     return None
 
 

@@ -140,15 +140,22 @@ def _weigh_losses() -> None:
         is_vector = facts is not None and tf.is_tensor(target) and _is_sum(facts, target)
         if is_vector and any(isinstance(source, private.Variable) for source in tf.nest.flatten(sources)):
             facts.loss_is_sum = True  # until it is applied
-        try:
+        with _named_where_no_replica_runs():
             return stock(self, target, sources, *args, **kwargs)
-        except ValueError as error:
-            if tf.distribute.in_cross_replica_context() and tf.distribute.get_strategy().num_replicas_in_sync > 1:
-                raise InputError(
-                    "Gradients were taken in a strategy's scope, but on none of its replicas. Put the step into a "
-                    "function, and run it on each replica: `strategy.run(step, args=(batch,))`."
-                ) from error
-            raise
+
+
+@contextlib.contextmanager
+def _named_where_no_replica_runs() -> Iterator[None]:
+    """Names the fix where a step by hand takes gradients in the scope, and not on the replicas."""
+    try:
+        yield
+    except ValueError as error:
+        if tf.distribute.in_cross_replica_context() and "outside the replica context" in str(error):
+            raise InputError(
+                "Gradients were taken in a strategy's scope, but on none of its replicas. Put the step into a "
+                "function, and run it on each replica: `strategy.run(step, args=(batch,))`."
+            ) from error
+        raise
 
 
 def _is_sum(facts: step_context.Step, loss: tf.Tensor) -> bool:

@@ -23,7 +23,7 @@ def of(thing: object, given: Collection[str] = ()) -> list[tuple[str, object]]:
     """Names and values: a function's defaults, closure and globals, an object's attributes and those of its class.
 
     Args:
-        thing: is searched; of a list, a dict or an object, the first 32.
+        thing: is searched; of a list or a dict, the first 32.
         given: names of attributes that are left out.
 
     Example:
@@ -58,7 +58,7 @@ def of(thing: object, given: Collection[str] = ()) -> list[tuple[str, object]]:
     attributes = getattr(thing, "__dict__", {}).items()
     own = [(name, value) for name, value in attributes if name not in given and not name.startswith("_tfgpu")]
     classes = [each for each in type(thing).__mro__ if not is_of_library(each)]
-    return [*own[:_MOST], *(item for each in classes for item in _of_class(each)[:_MOST])]
+    return [*own, *(item for each in classes for item in _of_class(each))]
 
 
 def _of_class(cls: type) -> list[tuple[str, object]]:

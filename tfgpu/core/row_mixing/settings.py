@@ -14,7 +14,7 @@ import numpy as np
 from tfgpu.compat import attributes
 from tfgpu.core.row_mixing import held_values
 
-_THINGS = 200
+_THINGS, _PER_THING = 200, 32
 _VALUES = 4
 """Of one integer or text, those that count as settings: with more, it counts or names something."""
 
@@ -43,7 +43,7 @@ def key(thing: object, numbers: dict[str, list], changing: Collection[str] = ())
         if id(each) in seen:
             continue
         seen.add(id(each))
-        for name, value in held_values.of(each, _given(each)):
+        for name, value in held_values.of(each, _given(each))[:_PER_THING]:
             if name in changing:
                 continue
             whole = f"{path}.{name}"

@@ -75,6 +75,7 @@ def of(thing: object) -> Captures:
     """Searches a function, a partial, a method or an object, and the user's functions that it calls.
 
     Example:
+        >>> import functools
         >>> of(functools.partial(max, 0.5, 1, -9999, np.array([50]))).numbers
         [-9999, 50]
     """

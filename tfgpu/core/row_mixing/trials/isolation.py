@@ -108,7 +108,7 @@ def kept_draws(seed: int = 0) -> Iterator[None]:
             tensorflow.setstate(before)
 
 
-_MEETINGS = 100  # a loop may end where two numbers are not equal
+_MOST_EQUAL = 100  # a loop may end where two numbers are not equal
 
 
 class Sandbox:
@@ -123,25 +123,25 @@ class Sandbox:
         beyond: as `Apart`'s.
         has_compared: the code has compared single numbers by `==`, and they were not equal: as a count of steps with
             that of the step in which something happens.
-        meets: such numbers count as equal.
+        has_equal: such numbers count as equal.
     """
 
-    is_later, beyond, has_compared, meets = False, 0, False, False
+    is_later, beyond, has_compared, has_equal = False, 0, False, False
 
     def __init__(self, *things: object, layers: Iterable[keras.layers.Layer] | None = None):
         self._kept = python_state.Kept([*things, private.thread_state()], layers)
         self._made: list[weakref.ref] = []
-        self._left = _MEETINGS
+        self._left = _MOST_EQUAL
 
-    def meet(self) -> bool:
+    def counts_as_equal(self) -> bool:
         """For `private.comparing`: whether two numbers count as equal, up to a hundred times in a run."""
         self.has_compared, self._left = True, self._left - 1
-        return self.meets and self._left >= 0
+        return self.has_equal and self._left >= 0
 
     @contextlib.contextmanager
     def around(self, found: Recorder, seed: int = 0) -> Iterator[Apart]:
         """Surrounds one run, and notes in `found` what it would assign."""
-        scope, self._left = Apart(self._kept.variables, is_later=self.is_later, beyond=self.beyond), _MEETINGS
+        scope, self._left = Apart(self._kept.variables, is_later=self.is_later, beyond=self.beyond), _MOST_EQUAL
         try:
             with kept_draws(seed), scope, self._kept.without_iterators(), layer_state.noting_assignments() as noted:
                 yield scope

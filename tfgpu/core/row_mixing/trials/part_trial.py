@@ -132,7 +132,7 @@ class Trial:
     def _differing(self) -> str | None:
         try:
             passing = comparison.NoNumbers, CannotTry, OneCopy, Meets
-            with private.comparing(self._captured.add, self._sandbox.meet):
+            with private.comparing(self._captured.add, self._sandbox.counts_as_equal):
                 found = draws.judged(self._batches(), self._judged, is_last=self._is_last, passing=passing)
         except comparison.NoNumbers as error:
             refused = CannotTry(str(error))

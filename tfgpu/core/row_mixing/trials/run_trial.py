@@ -242,10 +242,8 @@ class _RunTrial(Trial):
 
     def run(self) -> Tried:
         found = super().run()
-        if found.differs:
-            return found
-        ways = scalar_updates.chosen(self._fitting)
-        return dataclasses.replace(found, scalar_ways=ways, sums=sorted(self._sums))
+        ways = {} if found.differs else scalar_updates.chosen(self._fitting)
+        return found if found.differs else dataclasses.replace(found, scalar_ways=ways, sums=sorted(self._sums))
 
     def _found(self) -> str | None:
         differs = super()._found()

@@ -299,9 +299,9 @@ class _StepTrial(Trial):
         for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS, self._told):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
         waits = (self._captured.beyond, False), (0, True)  # for so many steps, or for every so manyth
-        for beyond, meets in waits:
-            if self._may_count and (beyond or meets and self._sandbox.has_compared):
-                self._sandbox.is_later, self._sandbox.beyond, self._sandbox.meets = True, beyond, meets
+        for beyond, has_equal in waits:
+            if self._may_count and (beyond or has_equal and self._sandbox.has_compared):
+                self._sandbox.is_later, self._sandbox.beyond, self._sandbox.has_equal = True, beyond, has_equal
                 leaves = next(drawn_batches(tf.nest.flatten(self._spec), [], ROWS, self._told))
                 yield tf.nest.pack_sequence_as(self._spec, leaves)
 
